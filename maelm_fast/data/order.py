@@ -1,0 +1,48 @@
+"""Sample order as a function: `permutation(index, size, key)` is a bijection of [0, size), evaluated in O(1) memory.
+
+A four-round Feistel network shuffles a power of four at least as large as `size`; values that fall outside are sent
+through it again until they fall inside (cycle walking; fewer than four passes on average). Nothing is stored, so a run
+resumes anywhere and a corpus of a billion samples needs no index array.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maelm_fast.philox import Stream, philox4x32
+
+_FEISTEL_ROUNDS = 4
+_MIN_HALF_BITS = 4  # below this a network has too few distinct round functions to look random
+
+
+def permutation(index: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Sample ids, int64, at places `index` (any shape, each in [0, size)) of epoch `epoch`'s order."""
+    half = max(_MIN_HALF_BITS, -(-(size - 1).bit_length() // 2))
+    flat = np.ascontiguousarray(index).reshape(-1)
+    if flat.size and not (0 <= flat.min() and flat.max() < size):
+        raise ValueError(f"index outside [0, {size})")
+    values = _feistel(flat.astype(np.uint64), half, seed, epoch)
+    while (outside := np.flatnonzero(values >= size)).size:
+        values[outside] = _feistel(values[outside], half, seed, epoch)
+    return values.astype(np.int64).reshape(np.shape(index))
+
+
+def _feistel(values: NDArray[np.uint64], half: int, seed: int, epoch: int) -> NDArray[np.uint64]:
+    shift, low = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = values >> shift, values & low
+    for round_ in range(_FEISTEL_ROUNDS):
+        word = philox4x32((right, round_, epoch, Stream.ORDER), seed)[0]
+        left, right = right, left ^ (word & low)
+    return (left << shift) | right
+
+
+def samples_at(start: int, count: int, size: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(sample ids, epochs), each (count,) int64, of places start .. start+count-1 of the endless order of a run."""
+    places = np.arange(start, start + count, dtype=np.int64)
+    epochs, within = places // size, places % size
+    ids = np.empty_like(places)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        ids[here] = permutation(within[here], size, seed, int(epoch))
+    return ids, epochs

@@ -1,0 +1,114 @@
+"""One Transformer layer, post-LN, shared by encoder, decoder and baseline.
+
+What differs between uses is an argument: `rows` restricts queries, output projection and feed-forward to some rows
+(the last layer before the head), `memory` makes the attention cross-attention.
+
+Shapes: T rows of the input, Tq query rows, d hidden size, H heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from maelm_fast import ops
+from maelm_fast.config import ModelConfig
+from maelm_fast.ops import AttentionLayout, PositionBias
+from maelm_fast.philox import fold_seed
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Dropout of one forward pass: every place draws its mask from `seed` and its own coordinates."""
+
+    p: float = 0.0
+    seed: int = 0
+
+    def at(self, *place: int) -> Dropout:
+        return Dropout(self.p, fold_seed(self.seed, *place)) if self.p else self
+
+    @property
+    def arguments(self) -> dict[str, float | int]:
+        return {"dropout_p": self.p, "seed": self.seed}
+
+
+class Attention(nn.Module):
+    """Multi-head attention with one (3d, d) projection for queries, keys and values, and an output projection."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.out = nn.Linear(config.hidden_size, config.hidden_size)
+        self.head_dim = config.head_dim
+
+    def forward(self, x: Tensor, layout: AttentionLayout, bias: PositionBias | None, dropout: Dropout,
+                memory: Tensor | None = None) -> Tensor:
+        """x: (Tq, d). memory: (Tk, d), what is attended to; x itself if None. Returns (Tq, d)."""
+        d = x.shape[-1]
+        if memory is None:
+            q, k, v = self.qkv(x).view(x.shape[0], 3, -1, self.head_dim).unbind(1)
+        else:
+            q = F.linear(x, self.qkv.weight[:d], self.qkv.bias[:d]).view(x.shape[0], -1, self.head_dim)
+            projected = F.linear(memory, self.qkv.weight[d:], self.qkv.bias[d:])
+            k, v = projected.view(memory.shape[0], 2, -1, self.head_dim).unbind(1)
+        mixed: Tensor = ops.attention(q, k, v, layout, bias, dropout_p=dropout.p, seed=dropout.seed)
+        out: Tensor = self.out(mixed.reshape(x.shape[0], d))
+        return out
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each followed by dropout, residual and LayerNorm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention = Attention(config)
+        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.ffn_in = nn.Linear(config.hidden_size, config.ffn_size)
+        self.ffn_out = nn.Linear(config.ffn_size, config.hidden_size)
+        self.ffn_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, x: Tensor, layout: AttentionLayout, bias: PositionBias | None = None,
+                dropout: Dropout = Dropout(), *, rows: Tensor | None = None, memory: Tensor | None = None) -> Tensor:
+        """x: (T, d). rows: (Tq,) the rows to compute, all if None; layout.queries describes them. Returns (Tq, d)."""
+        if rows is not None:
+            memory = x if memory is None else memory
+            x = x.index_select(0, rows)
+        mixed = self.attention(x, layout, bias, dropout.at(0), memory)
+        x = _add_norm(mixed, x, self.attention_norm, dropout.at(1))
+        hidden = ops.feed_forward(
+            x, self.ffn_in.weight, self.ffn_in.bias, self.ffn_out.weight, self.ffn_out.bias
+        )
+        return _add_norm(hidden, x, self.ffn_norm, dropout.at(2))
+
+
+def _add_norm(x: Tensor, residual: Tensor, norm: nn.LayerNorm, dropout: Dropout) -> Tensor:
+    return ops.add_norm(x, residual, norm.weight, norm.bias, eps=norm.eps, **dropout.arguments)  # type: ignore[arg-type]
+
+
+def position_table(config: ModelConfig) -> nn.Parameter:
+    return nn.Parameter(torch.empty(config.max_positions, config.hidden_size))
+
+
+def init_weights(module: nn.Module, config: ModelConfig) -> None:
+    """N(0, init_std) for every matrix and table, zero biases, unit norms (released code); position tables sinusoidal
+    on request, scaled to the same standard deviation (ours)."""
+    for name, parameter in module.named_parameters():
+        if "norm" in name:
+            nn.init.constant_(parameter, 1.0 if name.endswith("weight") else 0.0)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        elif name.endswith("position_table") and config.position_init == "sinusoidal":
+            with torch.no_grad():
+                parameter.copy_(sinusoids(*parameter.shape) * (config.init_std * 2**0.5))
+        else:
+            nn.init.normal_(parameter, std=config.init_std)
+
+
+def sinusoids(positions: int, width: int) -> Tensor:
+    """(positions, width) sines and cosines of wavelengths from 2 pi to 20,000 pi; their root mean square is 1/sqrt(2)."""
+    angles = torch.arange(positions)[:, None] / 10000.0 ** (torch.arange(0, width, 2)[None, :] / width)
+    table = torch.stack([angles.sin(), angles.cos()], dim=-1)
+    return table.reshape(positions, -1)[:, :width]

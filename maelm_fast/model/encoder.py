@@ -1,0 +1,52 @@
+"""The encoder: what remains after pretraining. It reads packed tokens at their original positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from maelm_fast import ops
+from maelm_fast.batch import Layout
+from maelm_fast.config import ModelConfig
+from maelm_fast.model.block import Block, Dropout, position_table
+from maelm_fast.model.position_bias import RelativeBias
+from maelm_fast.ops import AttentionLayout, PositionBias
+
+
+class Encoder(nn.Module):
+    """Token and position embedding, LayerNorm, dropout, then the blocks with their shared relative bias."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.dropout_p = config.dropout
+        self.token_table = nn.Parameter(torch.empty(config.table_size, config.hidden_size))
+        self.position_table = position_table(config)
+        self.embedding_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.relative_bias = RelativeBias(config, config.relative_bias) if config.relative_bias != "none" else None
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+
+    def forward(self, ids: Tensor, layout: Layout, *, dropout_seed: int = 0, rows: Tensor | None = None,
+                rows_layout: Layout | None = None, layers: list[Tensor] | None = None) -> Tensor:
+        """ids: (T,) int32. Returns (T, d).
+
+        dropout_seed: applies in training mode only. rows, rows_layout: (Tq,) rows to which the last layer is
+        restricted, and their layout; the result is then (Tq, d). layers: a list to which the embedding output and every
+        block's output are appended."""
+        dropout = Dropout(self.dropout_p if self.training else 0.0, dropout_seed)
+        norm = self.embedding_norm
+        x = ops.embed_packed(
+            ids, layout.positions, self.token_table, self.position_table, norm.weight, norm.bias, eps=norm.eps,
+            dropout_p=dropout.p, seed=dropout.at(0).seed,
+        )  # fmt: skip
+        bias = PositionBias(self.relative_bias()) if self.relative_bias is not None else None
+        everyone = AttentionLayout(layout)
+        if layers is not None:
+            layers.append(x)
+        for i, block in enumerate(self.blocks):
+            if rows is not None and i == len(self.blocks) - 1:
+                x = block(x, AttentionLayout(rows_layout, layout), bias, dropout.at(1, i), rows=rows)
+            else:
+                x = block(x, everyone, bias, dropout.at(1, i))
+            if layers is not None:
+                layers.append(x)
+        return x

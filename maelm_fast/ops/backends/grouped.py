@@ -1,0 +1,216 @@
+"""Attention over packed rows with nothing but PyTorch: sequences of like length are stacked and computed together.
+
+The CPU's path, and the portable one. Full sequences with a fixed mask count all have one length and form one group
+without a copy. Others are padded, within a group, to the longest of at most 64 tokens' difference.
+
+Without bias and dropout a group is one call of scaled_dot_product_attention. With either, PyTorch would keep several
+(group, heads, Lq, Lk) tensors for the backward pass; here a chunk of sequences that fits in the cache is finished
+before the next begins, its weights are computed again in the backward pass, and dropout draws its mask from the seed.
+
+Shapes: G sequences of a group, H heads, Lq and Lk padded lengths, D head_dim, P positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from maelm_fast.batch import Layout
+from maelm_fast.ops.reference.dropout import keep_mask
+from maelm_fast.philox import fold_seed
+
+_BUCKET = 64  # lengths that differ by less share a group
+_CHUNK_BYTES = 16 << 20  # scores computed at a time: what a last-level cache holds
+
+
+@dataclass(frozen=True)
+class Group:
+    """Sequences computed together. rows_*: (G, L) int64 rows, or None where the group is the whole row in order.
+    key_valid: (G, Lk) bool, or None if no key is padding. distance: (G, Lq, Lk) int64, key minus query position."""
+
+    shape: tuple[int, int, int]
+    query_rows: Tensor | None
+    query_valid: Tensor | None
+    key_rows: Tensor | None
+    key_valid: Tensor | None
+    query_positions: Tensor
+    key_positions: Tensor
+
+    @cached_property
+    def distance(self) -> Tensor:
+        return self.key_positions[:, None, :] - self.query_positions[:, :, None]
+
+
+class Grouping:
+    """The groups of one (queries, keys) pair of layouts. Made once per batch and shared by all layers."""
+
+    def __init__(self, queries: Layout, keys: Layout) -> None:
+        self.queries, self.keys = queries, keys
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        pairs = list(zip(self.queries.lengths, self.keys.lengths, strict=True))
+        if len(set(pairs)) == 1 and min(pairs[0]) > 0:
+            return [self._group(list(range(len(pairs))), whole=True)]
+        members: dict[tuple[int, int], list[int]] = {}
+        for s, (lq, lk) in enumerate(pairs):
+            if lq and lk:
+                members.setdefault((-(-lq // _BUCKET), -(-lk // _BUCKET)), []).append(s)
+        return [self._group(sequences, whole=False) for sequences in members.values()]
+
+    def _group(self, sequences: list[int], whole: bool) -> Group:
+        q_rows, q_valid = _rows(self.queries, sequences)
+        k_rows, k_valid = _rows(self.keys, sequences)
+        return Group(
+            shape=(len(sequences), q_rows.shape[1], k_rows.shape[1]),
+            query_rows=None if whole else q_rows,
+            query_valid=None if q_valid is None else q_valid,
+            key_rows=None if whole else k_rows,
+            key_valid=k_valid,
+            query_positions=self.queries.positions.long()[q_rows],
+            key_positions=self.keys.positions.long()[k_rows],
+        )
+
+
+def _rows(layout: Layout, sequences: list[int]) -> tuple[Tensor, Tensor | None]:
+    """(G, L) rows of the sequences, padded with each one's first row, and where they are real (None: everywhere)."""
+    device = layout.positions.device
+    lengths = torch.tensor([layout.lengths[s] for s in sequences])
+    starts = torch.tensor(_starts(layout.lengths))[sequences]
+    steps = torch.arange(int(lengths.max()))[None, :]
+    valid = steps < lengths[:, None]
+    rows = starts[:, None] + torch.where(valid, steps, 0)
+    return rows.to(device), None if bool(valid.all()) else valid.to(device)
+
+
+def _starts(lengths: tuple[int, ...]) -> list[int]:
+    starts, total = [], 0
+    for n in lengths:
+        starts.append(total)
+        total += n
+    return starts
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, grouping: Grouping, biases: list[Tensor] | None, dropout_p: float,
+              seed: int) -> Tensor:
+    """q: (Tq, H, D). k, v: (Tk, H, D). biases: per group (H, G, Lq, Lk), or None. Returns (Tq, H, D)."""
+    groups = grouping.groups
+    if len(groups) == 1 and groups[0].query_rows is None:
+        out = _group_attention(q, k, v, groups[0], biases[0] if biases else None, dropout_p, seed)
+        return out.reshape(q.shape)
+    result = q.new_zeros(q.shape)
+    for i, group in enumerate(groups):
+        out = _group_attention(q, k, v, group, biases[i] if biases else None, dropout_p, fold_seed(seed, i))
+        assert group.query_rows is not None
+        rows = group.query_rows
+        if group.query_valid is not None:
+            rows, out = rows[group.query_valid], out[group.query_valid]
+        result = result.index_put((rows.reshape(-1),), out.reshape(-1, *q.shape[1:]).to(q.dtype))
+    return result
+
+
+def _group_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, bias: Tensor | None, dropout_p: float,
+                     seed: int) -> Tensor:
+    """(G, Lq, H, D); rows of padded queries hold nothing of use."""
+    count, lq, lk = group.shape
+    heads, dim = q.shape[1:]
+    q_g = q.view(count, lq, heads, dim) if group.query_rows is None else q[group.query_rows]
+    k_g = k.view(count, lk, heads, dim) if group.key_rows is None else k[group.key_rows]
+    v_g = v.view(count, lk, heads, dim) if group.key_rows is None else v[group.key_rows]
+    if bias is None and dropout_p == 0.0:
+        mask = None if group.key_valid is None else group.key_valid[:, None, None, :]
+        out = F.scaled_dot_product_attention(q_g.transpose(1, 2), k_g.transpose(1, 2), v_g.transpose(1, 2), mask)
+        return out.transpose(1, 2)
+    out: Tensor = ChunkedAttention.apply(q_g, k_g, v_g, bias, group.key_valid, dropout_p, seed)
+    return out
+
+
+class ChunkedAttention(torch.autograd.Function):
+    """Attention with bias and dropout, a chunk of sequences at a time, nothing of size Lq x Lk kept."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key_valid: Tensor | None,
+                dropout_p: float, seed: int) -> Tensor:
+        ctx.save_for_backward(q, k, v, bias, key_valid)
+        ctx.dropout_p, ctx.seed = dropout_p, seed
+        out = torch.empty_like(q)
+        with torch.autocast(q.device.type, enabled=False):
+            for i, chunk in enumerate(_chunks(q, k)):
+                q_c, k_c, v_c = (_heads_first(x, chunk) for x in (q, k, v))
+                weights = _weights(q_c, k_c, bias, key_valid, chunk)
+                if dropout_p:
+                    weights.mul_(_scaled_keep(weights, dropout_p, fold_seed(seed, i)))
+                out[chunk] = (weights @ v_c).permute(1, 2, 0, 3)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, bias, key_valid = ctx.saved_tensors
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        grad_bias = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[3] else None
+        scale = q.shape[-1] ** -0.5
+        with torch.autocast(q.device.type, enabled=False):
+            for i, chunk in enumerate(_chunks(q, k)):
+                q_c, k_c, v_c, g_c = (_heads_first(x, chunk) for x in (q, k, v, grad_out))
+                weights = _weights(q_c, k_c, bias, key_valid, chunk)
+                grad = g_c @ v_c.transpose(-1, -2)
+                dropped = weights
+                if ctx.dropout_p:
+                    keep = _scaled_keep(weights, ctx.dropout_p, fold_seed(ctx.seed, i))
+                    grad.mul_(keep)
+                    dropped = keep.mul_(weights)
+                grad_v[chunk] = (dropped.transpose(-1, -2) @ g_c).permute(1, 2, 0, 3)
+                grad = torch._softmax_backward_data(grad, weights, -1, weights.dtype)
+                if grad_bias is not None:
+                    grad_bias[:, chunk] = grad
+                grad_q[chunk] = (grad @ k_c).mul_(scale).permute(1, 2, 0, 3)
+                grad_k[chunk] = (grad.transpose(-1, -2) @ q_c).mul_(scale).permute(1, 2, 0, 3)
+        return grad_q, grad_k, grad_v, grad_bias, None, None, None
+
+
+def _chunks(q: Tensor, k: Tensor) -> list[slice]:
+    count, lq, heads, _ = q.shape
+    step = max(1, _CHUNK_BYTES // (4 * heads * lq * k.shape[1]))
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+
+
+def _heads_first(x: Tensor, chunk: slice) -> Tensor:
+    """(G, L, H, D) -> contiguous (H, c, L, D) in the dtype to compute in: fp32 on a CPU (bf16 products are slow there)."""
+    dtype = torch.promote_types(x.dtype, torch.float32) if x.device.type == "cpu" else x.dtype
+    return x[chunk].permute(2, 0, 1, 3).to(dtype).contiguous()
+
+
+def _weights(q: Tensor, k: Tensor, bias: Tensor | None, key_valid: Tensor | None, chunk: slice) -> Tensor:
+    """softmax(q k^T / sqrt(D) + bias): (H, c, Lq, Lk)."""
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+    if bias is not None:
+        scores.add_(bias[:, chunk])
+    if key_valid is not None:
+        scores.masked_fill_(~key_valid[chunk][None, :, None, :], float("-inf"))
+    return scores.softmax(dim=-1)
+
+
+def _scaled_keep(like: Tensor, p: float, seed: int) -> Tensor:
+    return keep_mask(like.shape, p, seed, like.device).to(like.dtype).mul_(1.0 / (1.0 - p))
+
+
+class SpreadLine(torch.autograd.Function):
+    """line (H, 2P-1) -> bias (H, G, Lq, Lk) at each pair's distance. The gradient is summed by distance in float64."""
+
+    @staticmethod
+    def forward(ctx: Any, line: Tensor, distance: Tensor) -> Tensor:
+        index = (distance + line.shape[1] // 2).reshape(-1)
+        ctx.save_for_backward(index)
+        ctx.width, ctx.dtype = line.shape[1], line.dtype
+        return line.index_select(1, index).view(line.shape[0], *distance.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (index,) = ctx.saved_tensors
+        heads = [torch.bincount(index, weights=g.reshape(-1).double(), minlength=ctx.width) for g in grad]
+        return torch.stack(heads).to(ctx.dtype), None

@@ -1,0 +1,26 @@
+"""Plain PyTorch reference of the masked-token loss."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def masked_logits(hidden: Tensor, table: Tensor, bias: Tensor, vocab_size: int) -> Tensor:
+    """(M, vocab_size) scores of hidden (M, d) against the tied table (V, d); rows past vocab_size only pad the table."""
+    return F.linear(hidden, table[:vocab_size], bias[:vocab_size])
+
+
+def masked_cross_entropy(hidden: Tensor, table: Tensor, bias: Tensor, labels: Tensor, *,
+                         vocab_size: int) -> tuple[Tensor, Tensor]:
+    """(F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(-1) == labels).sum()), softmax in fp32.
+
+    hidden: (M, d). table: (V, d) with V >= vocab_size. bias: (V,). labels: (M,) int32. Both results are 0-d: the loss
+    in nats, fp32 (fp64 for fp64 input), and the number of correct predictions, int64. M may be 0."""
+    logits = masked_logits(hidden, table, bias, vocab_size)
+    wide = logits if logits.element_size() >= 4 else logits.float()
+    loss = F.cross_entropy(wide, labels.long(), reduction="sum")
+    with torch.no_grad():
+        correct = (logits.argmax(dim=-1) == labels).sum()
+    return loss, correct
