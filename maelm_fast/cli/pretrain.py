@@ -1,0 +1,98 @@
+"""`maelm-fast pretrain PRESET --data STORE --out RUN`: a preset, changed by YAML files and dotted options in turn.
+
+jsonargparse reads the dataclasses of config.py, so every field is an option, typed and documented there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from argparse import ArgumentError
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
+
+from maelm_fast import presets
+from maelm_fast.config import SECTIONS, RunConfig
+from maelm_fast.errors import UserError
+
+_EPILOG = "Options are taken in the order given: a later --config or option overrides an earlier one."
+
+
+def main(argv: list[str]) -> int:
+    if argv and argv[0] in ("-h", "--help"):
+        _parser(presets.get("base")).print_help()
+        return 0
+    if not argv or argv[0].startswith("-"):
+        raise UserError(f"name a preset first: maelm-fast pretrain PRESET ...; there are: {', '.join(presets.names())}")
+    arguments = parse(argv)
+    from maelm_fast.training.job import pretrain
+
+    initial = _initial(arguments["init_from"]) if arguments["init_from"] else None
+    pretrain(arguments["preset"], arguments["run"], arguments["data"], arguments["out"], initial)
+    return 0
+
+
+def parse(argv: list[str]) -> dict[str, Any]:
+    """{"preset", "data", "out", "init_from", "run": RunConfig}; UserError in one line for anything that is wrong."""
+    parser = _parser(presets.get(argv[0]))
+    try:
+        values = parser.parse_args(argv).as_dict()
+    except (ArgumentError, TypeError, ValueError, OSError) as error:
+        raise UserError(_one_line(str(error), parser)) from None
+    sections = {name: cls(**_plain(values[name], cls)) for name, cls in SECTIONS.items()}
+    run = RunConfig(**sections, seed=values["seed"])
+    return {key: values[key] for key in ("preset", "data", "out", "init_from")} | {"run": run}
+
+
+def _parser(preset: RunConfig) -> ArgumentParser:
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(prog="maelm-fast pretrain", epilog=_EPILOG, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("preset", help=f"one of {', '.join(presets.names())}")
+    parser.add_argument("--data", required=True, metavar="STORE", help="a store made by 'maelm-fast data prepare'")
+    parser.add_argument("--out", required=True, metavar="RUN", help="run directory; an interrupted run in it goes on")
+    parser.add_argument("--init-from", metavar="DIR",
+                        help="start from a run of ours or a Hugging Face RoBERTa, BERT or MPNet checkpoint")  # fmt: skip
+    parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of the options below")
+    for name, section in SECTIONS.items():
+        parser.add_class_arguments(section, name)
+    parser.add_argument("--seed", type=int, default=preset.seed, help="of initialisation, order, masks and dropout")
+    parser.set_defaults({
+        f"{name}.{field.name}": getattr(getattr(preset, name), field.name)
+        for name in SECTIONS
+        for field in dataclasses.fields(SECTIONS[name])
+    })
+    return parser
+
+
+def _plain(values: dict[str, Any], section: type) -> dict[str, Any]:
+    return {field.name: values[field.name] for field in dataclasses.fields(section)}
+
+
+def _one_line(message: str, parser: ArgumentParser) -> str:
+    """jsonargparse's message on one line, without class names, and with the nearest option for an unknown one."""
+    text = " ".join(message.split())
+    text = re.sub(r"<class '([^']+)'>", r"\1", text).replace("typing.", "")
+    unknown = re.search(r"unrecognized arguments: --([\w.]+)", text) or re.search(r"[Kk]ey '([\w.]+)' is not expected", text)
+    if unknown is None and (group := re.search(r"Group '(\w+)' does not accept option '(\w+)'", text)):
+        unknown = re.match(r"(.*)", f"{group[1]}.{group[2]}")
+    if unknown:
+        options = [o.lstrip("-") for action in parser._actions for o in action.option_strings if o.startswith("--")]
+        near = difflib.get_close_matches(unknown[1], options, n=1, cutoff=0.6)
+        text = f"unknown option '{unknown[1]}'" + (f"; did you mean '{near[0]}'?" if near else "")
+    return text if "--help" in text else f"{text} (see 'maelm-fast pretrain --help')"
+
+
+def _initial(path: str) -> Any:
+    from maelm_fast.training.initial import from_run
+    from maelm_fast.training.rundir import RunDir
+
+    if RunDir(path).exists:
+        return from_run(path)
+    if not Path(path).exists():
+        raise UserError(f"--init-from {path}: no such directory")
+    from maelm_fast.export.from_huggingface import read_checkpoint
+
+    return read_checkpoint(path)

@@ -1,0 +1,488 @@
+"""Text to a token store: the job behind `maelm-fast data prepare`.
+
+1. Documents are read as a stream and cut into chunks of a few megabytes: always the same ones.
+2. A tokenizer is trained on the training split, unless one is given.
+3. Processes tokenise the chunks; each chunk's tokens go to a file of their own.
+4. The files are gone through in order: tokens are cut into samples, samples written to shards, the manifest last.
+
+All of it happens in `<out>.partial`, which is renamed at the end. A run that was killed goes on after the last finished
+chunk; the store's bytes depend neither on that nor on the number of processes. Disk: twice the tokens, for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import itertools
+import json
+import logging
+import os
+import shutil
+import time
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from maelm_fast.config import require
+from maelm_fast.data.readers import Document, expand_inputs, identify, read_documents
+from maelm_fast.data.token_store import (
+    MANIFEST_FILE,
+    STORE_VERSION,
+    TOKENIZER_FILE,
+    Manifest,
+    Split,
+    SplitWriter,
+    sync,
+    written_aside,
+)
+from maelm_fast.data.tokenizer import (
+    BOS,
+    EOS,
+    MIN_VOCAB_SIZE,
+    encode_in_parallel,
+    is_cased,
+    load_tokenizer,
+    special_ids,
+    tokenizer_hash,
+    train_tokenizer,
+)
+from maelm_fast.errors import UserError
+
+CHUNKS = "chunks"
+VALIDATION_INPUTS = "validation_inputs"
+PLAN_FILE = "plan.json"
+CHUNK_CHARS = 1 << 22
+TOKENIZER_CHARS = 1 << 29
+"""Text that the tokenizer is trained on, at most: memory must hold it, and more hardly changes a vocabulary (ours)."""
+MIN_SEQ_LEN, MAX_SEQ_LEN = 8, 65_536
+MAX_VOCAB_SIZE = 1 << 24
+REPORT_SECONDS = 10.0
+
+Log = Callable[[str], None]
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig:
+    """What to prepare. Everything but `out` and `workers` may change the samples."""
+
+    inputs: tuple[str, ...]
+    """Files, globs, `hf:NAME[:CONFIG]` or `embedded`; see `readers.expand_inputs`."""
+    out: Path
+    tokenizer: Path | None = None
+    """Reuse this tokenizer.json instead of training one."""
+    vocab_size: int | None = None
+    """None: 32,768, or 64,000 when cased (the paper's base and base++ rows)."""
+    cased: bool = False
+    sample_mode: Literal["full", "document"] = "full"
+    """full: all documents end to end, cut into samples of exactly seq_len. document: whole lines packed up to seq_len, never
+    across documents, so samples differ in length (the released code's complete_doc)."""
+    seq_len: int = 512
+    """Tokens of a sample, <s> included."""
+    validation: float = 0.01
+    """Share of the documents, chosen by a hash of their text. Not used with validation_inputs."""
+    validation_inputs: tuple[str, ...] = ()
+    text_field: str = "text"
+    seed: int = 0
+    """Decides which documents go to validation."""
+    workers: int = dataclasses.field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    """Tokenising processes; 1 works in this process. With more, a script needs its `if __name__ == "__main__":`."""
+
+    def __post_init__(self) -> None:
+        require(
+            MIN_SEQ_LEN <= self.seq_len <= MAX_SEQ_LEN,
+            f"seq_len must lie between {MIN_SEQ_LEN} and {MAX_SEQ_LEN}, not {self.seq_len}",
+        )
+        require(
+            self.vocab_size is None or MIN_VOCAB_SIZE <= self.vocab_size <= MAX_VOCAB_SIZE,
+            f"vocab_size must lie between {MIN_VOCAB_SIZE} (bytes and special tokens) and {MAX_VOCAB_SIZE}, "
+            f"not {self.vocab_size}",
+        )
+        require(0.0 < self.validation < 1.0, f"validation must lie between 0 and 1, not {self.validation}")
+        require(self.workers >= 1, f"workers must be at least 1, not {self.workers}")
+        require(0 <= self.seed < 2**63, f"seed must lie in [0, 2**63), not {self.seed}")
+        require(self.sample_mode in ("full", "document"), f"sample_mode must be full or document, not {self.sample_mode}")
+        require(
+            self.tokenizer is None or (self.vocab_size is None and not self.cased),
+            "a tokenizer is given, which fixes its size and case: remove vocab_size and cased",
+        )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A checked configuration: inputs expanded, tokenizer loaded, and the plan that identifies the result."""
+
+    config: PrepareConfig
+    sources: tuple[str, ...]
+    validation_sources: tuple[str, ...]
+    tokenizer: Tokenizer | None
+    plan: dict[str, Any]
+
+    @property
+    def partial(self) -> Path:
+        return self.config.out.with_name(self.config.out.name + ".partial")
+
+    @property
+    def chunk_files(self) -> list[Path]:
+        return sorted((self.partial / CHUNKS).glob("*.npz"))
+
+    def in_validation(self, document: Document) -> bool:
+        """By the text alone: the same document is on the same side wherever it stands, and all its copies are."""
+        if self.validation_sources:
+            return False  # those of the validation sources are not asked about
+        key = self.config.seed.to_bytes(8, "little")
+        digest = hashlib.blake2b("\n".join(document).encode(), digest_size=8, key=key).digest()
+        return int.from_bytes(digest, "little") < self.config.validation * 2**64
+
+
+def prepare(config: PrepareConfig, log: Log = logger.info) -> Manifest:
+    """Makes the store `config.out`, or finds it made, and returns its manifest. `log` is given lines about the progress.
+
+    Raises UserError on bad input, if `out` holds something else, or if it cannot be written.
+    """
+    job = _plan(config)
+    if config.out.exists():
+        return _finished(job, log)
+    try:
+        with _locked(job.partial):
+            return _prepare_locked(job, log)
+    except OSError as error:  # the readers turn theirs into UserErrors, so this one is about writing
+        raise UserError(
+            f"cannot write {error.filename or job.partial}: {error.strerror or error}: free space or choose another --out; "
+            f"the same command goes on where this one stopped"
+        ) from None
+
+
+def _plan(config: PrepareConfig) -> _Job:
+    sources = expand_inputs(config.inputs)
+    validation_sources = expand_inputs(config.validation_inputs) if config.validation_inputs else ()
+    given = load_tokenizer(config.tokenizer) if config.tokenizer else None
+    plan = {
+        "inputs": [identify(source) for source in sources],
+        "validation_inputs": [identify(source) for source in validation_sources],
+        "validation": None if validation_sources else config.validation,
+        "tokenizer_sha256": tokenizer_hash(given) if given else None,
+        "vocab_size": None if given else config.vocab_size or (64_000 if config.cased else 32_768),
+        "cased": None if given else config.cased,
+        "sample_mode": config.sample_mode,
+        "seq_len": config.seq_len,
+        "text_field": config.text_field,
+        "seed": config.seed,
+        "store_version": STORE_VERSION,
+    }
+    return _Job(config, sources, validation_sources, given, plan)
+
+
+def _finished(job: _Job, log: Log) -> Manifest:
+    out = job.config.out
+    require((out / MANIFEST_FILE).is_file(), f"{out} exists and is not a token store: choose another --out")
+    manifest = Manifest.read(out)
+    changed = _difference(manifest.options, job.plan)
+    require(not changed, f"{out} was prepared differently ({changed}): remove it or choose another --out")
+    log(f"{out} is already prepared")
+    return manifest
+
+
+def _prepare_locked(job: _Job, log: Log) -> Manifest:
+    _begin_or_go_on(job, log)
+    partial, out = job.partial, job.config.out
+    if not (partial / MANIFEST_FILE).exists():
+        try:
+            tokenizer = _make_tokenizer(job, log)
+            _tokenise(job, job.sources, "inputs", log)
+            _tokenise(job, job.validation_sources, VALIDATION_INPUTS, log)
+            _assemble(job, tokenizer).write(partial)
+        except UserError:
+            if not job.chunk_files:  # nothing that would be missed
+                shutil.rmtree(partial)
+            raise
+    shutil.rmtree(partial / CHUNKS, ignore_errors=True)
+    sync(partial)
+    os.rename(partial, out)
+    sync(out.parent)
+    return Manifest.read(out)
+
+
+# What an earlier run left
+
+
+@contextlib.contextmanager
+def _locked(partial: Path) -> Iterator[None]:
+    """Makes the directory and keeps other runs out of it. The lock is on the directory itself and ends with the process."""
+    partial.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(partial, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{partial} is being written by another run: wait for it, or stop it") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _begin_or_go_on(job: _Job, log: Log) -> None:
+    partial, chunks = job.partial, job.partial / CHUNKS
+    finished = len(job.chunk_files)
+    begun = _begun_plan(partial)
+    if begun is not None:
+        changed = _difference(begun, job.plan)
+        if changed and finished:
+            raise UserError(f"{partial} was begun differently ({changed}): remove it or choose another --out")
+        if not changed:
+            log(f"going on in {partial}: {finished} chunks are done")
+            return
+        (partial / TOKENIZER_FILE).unlink(missing_ok=True)
+    chunks.mkdir(exist_ok=True)
+    foreign = [path.name for path in partial.iterdir() if path != chunks]
+    require(not foreign, f"{partial} holds {', '.join(foreign)}: remove it or choose another --out")
+    with written_aside(chunks / PLAN_FILE) as file:
+        file.write(json.dumps(job.plan, indent=2).encode())
+
+
+def _begun_plan(partial: Path) -> dict[str, Any] | None:
+    if (partial / MANIFEST_FILE).exists():
+        return Manifest.read(partial).options
+    if (partial / CHUNKS / PLAN_FILE).exists():
+        return json.loads((partial / CHUNKS / PLAN_FILE).read_bytes())
+    return None
+
+
+def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
+    return ", ".join(key for key in new if old.get(key) != new[key])
+
+
+# Tokenizer and tokens
+
+
+def _make_tokenizer(job: _Job, log: Log) -> Tokenizer:
+    """The tokenizer of an interrupted run, the one given, or a new one; it is in the store from here on."""
+    path = job.partial / TOKENIZER_FILE
+    if path.exists():
+        return load_tokenizer(path)
+    tokenizer = job.tokenizer
+    if tokenizer is None:
+        wanted = job.plan["vocab_size"]
+        documents = read_documents(job.sources, job.config.text_field)
+        sample = training_sample((d for d in documents if not job.in_validation(d)), TOKENIZER_CHARS)
+        log(f"training a tokenizer of {wanted:,} tokens on {sum(map(_chars, sample)) / 1e6:,.1f} million characters")
+        tokenizer = train_tokenizer(itertools.chain.from_iterable(sample), wanted, job.config.cased)
+        if (size := tokenizer.get_vocab_size()) < wanted:
+            log(f"the text gives a tokenizer of only {size:,} tokens")
+    with written_aside(path) as file:
+        file.write(tokenizer.to_str(pretty=True).encode())
+    return tokenizer
+
+
+def training_sample(documents: Iterable[Document], max_chars: int) -> list[Document]:
+    """All documents if they have at most max_chars characters, else those whose hash is under a threshold that halves
+    until the rest fits: a choice that depends on the documents only."""
+    threshold = 1 << 64
+    kept: list[tuple[int, Document]] = []
+    size = 0
+    for document in documents:
+        digest = hashlib.blake2b("\n".join(document).encode(), digest_size=8, person=b"tokenizer").digest()
+        if (rank := int.from_bytes(digest, "little")) < threshold:
+            kept.append((rank, document))
+            size += _chars(document)
+        while size > max_chars:
+            threshold //= 2
+            kept = [item for item in kept if item[0] < threshold]
+            size = sum(_chars(document) for _, document in kept)
+    return [document for _, document in kept]
+
+
+def _chars(document: Document) -> int:
+    return sum(map(len, document))
+
+
+def _tokenise(job: _Job, sources: tuple[str, ...], origin: str, log: Log) -> None:
+    """Leaves chunks/<origin>-000000.npz and so on, from the first that an earlier run has not left."""
+    if not sources:
+        return
+    finished = len(list((job.partial / CHUNKS).glob(f"{origin}-*.npz")))
+    begun = reported = time.monotonic()
+    text_bytes = 0
+    texts = itertools.islice(_chunks(read_documents(sources, job.config.text_field)), finished, None)
+    encoded = encode_in_parallel(texts, job.partial / TOKENIZER_FILE, job.config.workers)
+    for index, (documents, tokens, document_tokens) in enumerate(encoded, start=finished):
+        chunk = Chunk(
+            tokens,
+            document_tokens,
+            document_lines=np.array([len(document) for document in documents]),
+            document_bytes=np.array([len("".join(document).encode()) for document in documents]),
+            in_validation=np.array([origin == VALIDATION_INPUTS or job.in_validation(document) for document in documents]),
+        )
+        with written_aside(job.partial / CHUNKS / f"{origin}-{index:06d}.npz") as file:
+            np.savez(file, **chunk._asdict())
+        text_bytes += int(chunk.document_bytes.sum())
+        if time.monotonic() - reported > REPORT_SECONDS:
+            reported = time.monotonic()
+            log(f"tokenised {text_bytes / 1e6:,.1f} MB, {text_bytes / 1e6 / (reported - begun):.2f} MB/s")
+    log(f"tokenised {text_bytes / 1e6:,.1f} MB in {time.monotonic() - begun:.1f} s")
+
+
+def _chunks(documents: Iterable[Document]) -> Iterator[tuple[Document, ...]]:
+    chunk: list[Document] = []
+    size = 0
+    for document in documents:
+        chunk.append(document)
+        size += _chars(document)
+        if size >= CHUNK_CHARS:
+            yield tuple(chunk)
+            chunk, size = [], 0
+    if chunk:
+        yield tuple(chunk)
+
+
+class Chunk(NamedTuple):
+    """D tokenised documents, as they lie in a chunk file."""
+
+    tokens: np.ndarray
+    """(N,) uint16 or uint32, every line ended by </s>."""
+    document_tokens: np.ndarray
+    """(D,) int64, as the next two."""
+    document_lines: np.ndarray
+    document_bytes: np.ndarray
+    in_validation: np.ndarray
+    """(D,) bool."""
+
+    def part(self, validation: bool) -> Chunk:
+        """One split's documents."""
+        chosen = self.in_validation == validation
+        tokens = self.tokens[np.repeat(chosen, self.document_tokens)]
+        return Chunk(tokens, *(array[chosen] for array in self[1:]))
+
+
+def _read_chunk(path: Path) -> Chunk:
+    try:
+        with np.load(path) as arrays:
+            return Chunk(**arrays)
+    except (zipfile.BadZipFile, ValueError, TypeError, EOFError):
+        raise UserError(f"{path} is damaged: remove it and all later ones, and run the same command again") from None
+
+
+# Samples
+
+
+class Cut(NamedTuple):
+    """Samples in a row, <s> before each, and what had to be done to get them."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    dropped_tokens: int = 0
+    split_lines: int = 0
+
+
+def cut_blocks(chunks: Iterable[Chunk], seq_len: int) -> Iterator[Cut]:
+    """All documents as one stream, in samples of exactly seq_len tokens; the last Cut tells what is left over."""
+    size = seq_len - 1
+    rest = None
+    for chunk in chunks:
+        stream = chunk.tokens if rest is None else np.concatenate([rest, chunk.tokens])
+        used = len(stream) // size * size
+        yield _with_bos(stream[:used], np.full(used // size, size))
+        rest = stream[used:]
+    if rest is not None:
+        yield Cut(rest[:0], np.empty(0, np.int64), dropped_tokens=len(rest))
+
+
+def cut_documents(chunks: Iterable[Chunk], seq_len: int) -> Iterator[Cut]:
+    """Whole lines of one document, as many as fit in seq_len with <s>. Released code's complete_doc, but for lines longer
+    than that: it keeps a random part of them, here they are cut into consecutive pieces, which are packed like lines.
+    A sample of one token besides <s> is dropped, as there."""
+    size = seq_len - 1
+    for chunk in chunks:
+        line_ends = np.flatnonzero(chunk.tokens == EOS) + 1
+        line_lengths = np.diff(line_ends, prepend=0)
+        pieces = -(-line_lengths // size)
+        piece_lengths = np.full(pieces.sum(), size)
+        piece_lengths[np.cumsum(pieces) - 1] = line_lengths - (pieces - 1) * size
+        lengths = _pack(piece_lengths, np.cumsum(chunk.document_tokens), size)
+        kept = lengths > 1
+        samples = _with_bos(chunk.tokens[np.repeat(kept, lengths)], lengths[kept])
+        yield samples._replace(dropped_tokens=int((~kept).sum()), split_lines=int((pieces > 1).sum()))
+
+
+def _pack(piece_lengths: np.ndarray, document_ends: np.ndarray, size: int) -> np.ndarray:
+    """Lengths of the samples that consecutive pieces make: each takes all that fit, up to its document's end."""
+    ends = np.concatenate([[0], np.cumsum(piece_lengths)])
+    document_end = document_ends[np.searchsorted(document_ends, ends[:-1], side="right")]
+    sample_end = np.minimum(ends[:-1] + size, document_end)
+    following = (np.searchsorted(ends, sample_end, side="right") - 1).tolist()  # the piece after a sample from piece i
+    firsts = [0]
+    while firsts[-1] < len(following):
+        firsts.append(following[firsts[-1]])
+    return np.diff(ends[firsts])
+
+
+def _with_bos(tokens: np.ndarray, lengths: np.ndarray) -> Cut:
+    return Cut(np.insert(tokens, np.cumsum(lengths) - lengths, BOS), lengths + 1)
+
+
+# Shards
+
+
+def _assemble(job: _Job, tokenizer: Tokenizer) -> Manifest:
+    """Writes the shards of both splits and describes them. Raises UserError if a split has no sample."""
+    return Manifest(
+        version=STORE_VERSION,
+        tokenizer_sha256=tokenizer_hash(tokenizer),
+        vocab_size=tokenizer.get_vocab_size(),
+        cased=is_cased(tokenizer),
+        special_tokens=special_ids(tokenizer),
+        seq_len=job.config.seq_len,
+        sample_mode=job.config.sample_mode,
+        splits={name: _write_split(job, name, tokenizer.get_vocab_size()) for name in ("train", "validation")},
+        options=job.plan,
+    )
+
+
+def _write_split(job: _Job, name: str, vocab_size: int) -> Split:
+    cut = cut_blocks if job.config.sample_mode == "full" else cut_documents
+    writer = SplitWriter(job.partial, name, vocab_size)
+    text = np.zeros(3, dtype=np.int64)
+    dropped_tokens = split_lines = 0
+
+    def parts() -> Iterator[Chunk]:
+        for path in job.chunk_files:
+            part = _read_chunk(path).part(name == "validation")
+            text[:] += len(part.document_tokens), part.document_lines.sum(), part.document_bytes.sum()
+            yield part
+
+    for samples in cut(parts(), job.config.seq_len):
+        writer.add(samples.tokens, samples.lengths)
+        dropped_tokens += samples.dropped_tokens
+        split_lines += samples.split_lines
+    writer.close()
+    documents, lines, text_bytes = text.tolist()
+    if not writer.shards:
+        shutil.rmtree(job.partial / CHUNKS)  # with these options every run would end here
+        raise UserError(
+            f"the {name} split has {documents} documents and {dropped_tokens} tokens, too few for a sample of "
+            f"{job.config.seq_len}: give more text, a smaller seq_len, another validation share (now "
+            f"{job.config.validation}) or validation inputs"
+        )
+    return Split(
+        samples=sum(shard.samples for shard in writer.shards),
+        tokens=sum(shard.tokens for shard in writer.shards),
+        unigram_nats=_entropy(writer.token_counts),
+        shards=tuple(writer.shards),
+        documents=documents,
+        lines=lines,
+        text_bytes=text_bytes,
+        dropped_tokens=dropped_tokens,
+        split_lines=split_lines,
+    )
+
+
+def _entropy(counts: np.ndarray) -> float:
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())

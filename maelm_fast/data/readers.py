@@ -1,0 +1,233 @@
+"""Documents from files, globs, Hugging Face datasets and the embedded corpus, streamed.
+
+A document is a tuple of lines, each stripped and not empty. Text is read as bytes and decoded line by line: a bad byte is
+reported with its line and offset, and a file without line ends cannot fill the memory. zstd goes through pyarrow, which
+notices a truncated file; the zstandard package takes it for a complete one.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import itertools
+import json
+import lzma
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from maelm_fast.config import require
+from maelm_fast.errors import UserError
+
+Document = tuple[str, ...]
+
+EMBEDDED = "embedded"
+HUB_PREFIX = "hf:"
+FORMATS = (".txt", ".jsonl", ".parquet")
+COMPRESSIONS = (".xz", ".gz", ".zst")
+MAX_LINE_BYTES = 1 << 26
+MAX_DOCUMENT_CHARS = 1 << 26
+
+
+def expand_inputs(inputs: Sequence[str]) -> tuple[str, ...]:
+    """Inputs as the user gave them to sources that can be read one by one; globs become sorted file names.
+
+    Besides paths (.txt, .jsonl, .parquet; the first two also .xz, .gz, .zst) an input may be `embedded` or
+    `hf:NAME[:CONFIG]`; a file of such a name is given as `./embedded`.
+    Raises UserError if a file is missing, of another kind or given twice, or if a glob matches no file.
+    """
+    sources = [source for item in inputs for source in _expand(item)]
+    require(bool(sources), "no input given: name files, globs, hf:DATASET or embedded")
+    for source in sources:
+        require(sources.count(source) == 1, f"{source} is given twice: remove one, or narrow the glob")
+    return tuple(sources)
+
+
+def identify(source: str) -> dict[str, Any]:
+    """What tells whether a source has changed: size and modification time of a file, versions for the embedded corpus."""
+    if source == EMBEDDED:
+        from maelm_fast.data.corpus import corpus_identity
+
+        return {"source": source, "versions": corpus_identity()}
+    if source.startswith(HUB_PREFIX):
+        return {"source": source}
+    status = os.stat(source)
+    return {"source": os.path.abspath(source), "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
+
+
+def read_documents(sources: Iterable[str], text_field: str = "text") -> Iterator[Document]:
+    """The documents of all sources (as `expand_inputs` gives them), in order. Raises UserError on the first fault.
+
+    text_field: the field of .jsonl and the column of .parquet files and datasets that holds the text.
+    """
+    sources = tuple(sources)
+    empty = True
+    for source in sources:
+        for document in _read_source(source, text_field):
+            empty = False
+            yield document
+    require(not empty, f"no text in {', '.join(sources)}: give an input that is not empty")
+
+
+def _expand(item: str) -> list[str]:
+    if item == EMBEDDED or item.startswith(HUB_PREFIX):
+        return [item]
+    path = Path(item)
+    if glob.has_magic(item) and not path.exists():
+        files = sorted(name for name in glob.glob(item, recursive=True) if os.path.isfile(name))
+        require(bool(files), f"no file matches {item}: check the pattern and the working directory")
+    else:
+        require(path.exists(), f"input {item} does not exist: check the path and the working directory")
+        require(not path.is_dir(), f"input {item} is a directory: name its files, for example '{path}/*.txt'")
+        files = [item]
+    for name in files:
+        _format_of(name)
+        require(os.access(name, os.R_OK), f"{name} may not be read: change its permissions")
+    return files
+
+
+def _format_of(name: str) -> tuple[str, str]:
+    """(format suffix, compression suffix or '')."""
+    path = Path(name)
+    compression = path.suffix if path.suffix in COMPRESSIONS else ""
+    suffix = Path(path.stem).suffix if compression else path.suffix
+    known = suffix in FORMATS and not (suffix == ".parquet" and compression)
+    require(known, f"{name}: cannot tell the format from the name: use .txt or .jsonl (also .xz, .gz, .zst) or .parquet")
+    return suffix, compression
+
+
+def _read_source(source: str, text_field: str) -> Iterator[Document]:
+    if source == EMBEDDED:
+        from maelm_fast.data.corpus import embedded_corpus
+
+        return iter(embedded_corpus())
+    if source.startswith(HUB_PREFIX):
+        return _dataset_documents(source, text_field)
+    suffix, _ = _format_of(source)
+    if suffix == ".txt":
+        return _text_documents(source)
+    if suffix == ".jsonl":
+        return _jsonl_documents(source, text_field)
+    return _parquet_documents(source, text_field)
+
+
+def _text_documents(path: str) -> Iterator[Document]:
+    lines: list[str] = []
+    size = 0
+    for number, text in _read_lines(path):
+        line = text.strip()
+        if line:
+            lines.append(line)
+            size += len(line)
+            require(
+                size <= MAX_DOCUMENT_CHARS,
+                f"{path}: line {number}: a document of more than {MAX_DOCUMENT_CHARS >> 20} million characters: separate "
+                f"documents by an empty line (if every line is a document: sed G)",
+            )
+        elif lines:
+            yield tuple(lines)
+            lines, size = [], 0
+    if lines:
+        yield tuple(lines)
+
+
+def _jsonl_documents(path: str, text_field: str) -> Iterator[Document]:
+    for number, text in _read_lines(path):
+        if not text.strip():
+            continue
+        where = f"{path}: line {number}"
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError):
+            raise UserError(f"{where} is not JSON: write one object per line") from None
+        yield from _row_document(row, text_field, where)
+
+
+def _parquet_documents(path: str, text_field: str) -> Iterator[Document]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = itertools.count(1)
+    try:
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            require(text_field in names, f"{path} has no column '{text_field}': set --text-field to one of {', '.join(names)}")
+            for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
+                for text in batch.column(0).to_pylist():
+                    yield from _row_document({text_field: text}, text_field, f"{path}: row {next(rows)}")
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: the text after row {next(rows) - 1} is not UTF-8: rewrite the file") from None
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path} cannot be read as parquet: {_first_line(error)}") from None
+
+
+def _dataset_documents(source: str, text_field: str) -> Iterator[Document]:
+    name, _, config = source.removeprefix(HUB_PREFIX).partition(":")
+    try:
+        from datasets import load_dataset
+
+        rows = load_dataset(name, config or None, split="train", streaming=True)
+        for number, row in enumerate(rows, start=1):
+            yield from _row_document(row, text_field, f"{source}: row {number}")
+    except UserError:
+        raise
+    except Exception as error:  # datasets raises whatever its network, file system and parsers raise
+        raise UserError(f"{source} cannot be read: {_first_line(error)}") from None
+
+
+def _row_document(row: Any, text_field: str, where: str) -> Iterator[Document]:
+    """The row's document, or nothing if its text is blank."""
+    require(
+        isinstance(row, dict) and text_field in row,
+        f"{where} has no field '{text_field}': set --text-field to the one that holds the text",
+    )
+    text = row[text_field]
+    require(isinstance(text, str), f"{where}: field '{text_field}' is not a string: mend or remove the row")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{where}: field '{text_field}' holds half a surrogate pair: mend or remove the row") from None
+    if lines := tuple(line for part in text.split("\n") if (line := part.strip())):
+        yield lines
+
+
+def _read_lines(path: str) -> Iterator[tuple[int, str]]:
+    """(line number from 1, line with its end). Raises UserError on bad UTF-8, a broken file or an endless line."""
+    offset = 0
+    try:
+        with _open_binary(path) as stream:
+            for number in itertools.count(1):
+                line = stream.readline(MAX_LINE_BYTES)
+                if not line:
+                    return
+                require(len(line) < MAX_LINE_BYTES, f"{path}: line {number} is longer than {MAX_LINE_BYTES >> 20} MiB: break it")
+                try:
+                    text = line.decode()
+                except UnicodeDecodeError as error:
+                    raise UserError(
+                        f"{path}: line {number} is not UTF-8 (byte {offset + error.start} of the text): convert it with iconv"
+                    ) from None
+                yield number, text.removeprefix("\ufeff") if number == 1 else text
+                offset += len(line)
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        raise UserError(f"{path} cannot be read to its end: {_first_line(error)}") from None
+
+
+def _open_binary(path: str) -> IO[bytes]:
+    _, compression = _format_of(path)
+    if compression == ".xz":
+        return lzma.open(path)
+    if compression == ".gz":
+        return gzip.open(path)
+    if compression == ".zst":
+        import pyarrow as pa
+
+        return io.BufferedReader(pa.input_stream(path, compression="zstd"))
+    return open(path, "rb")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,300 @@
+"""The token store: a directory of Arrow files with a manifest, read by memory-mapping.
+
+    manifest.json            what is in the store and how it was made
+    tokenizer.json
+    train-00000.arrow, ...   Arrow IPC files; each row of the column `tokens` is one sample, <s> included
+    validation-00000.arrow, ...
+
+A sample is a view of the mapped file: reading one copies nothing. `prepare.py` makes a store complete or not at all.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+from tokenizers import Tokenizer
+
+from maelm_fast.config import require
+from maelm_fast.data.tokenizer import load_tokenizer, token_dtype, tokenizer_hash
+from maelm_fast.errors import UserError
+
+STORE_VERSION = 1
+MANIFEST_FILE = "manifest.json"
+TOKENIZER_FILE = "tokenizer.json"
+COLUMN = "tokens"
+BATCH_TOKENS = 1 << 22
+SHARD_TOKENS = 1 << 27
+
+
+@dataclass(frozen=True)
+class Shard:
+    name: str
+    samples: int
+    tokens: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Split:
+    """One split: where its samples lie, what they were made from, and what was left out."""
+
+    samples: int
+    tokens: int
+    """Over all samples, the <s> before each included."""
+    unigram_nats: float
+    """Entropy of the token distribution over the samples: no predictor that ignores the context has a lower loss here."""
+    shards: tuple[Shard, ...]
+    documents: int
+    lines: int
+    text_bytes: int
+    """UTF-8, line ends not counted."""
+    dropped_tokens: int
+    """full: the last, incomplete block. document: one-token samples."""
+    split_lines: int
+    """document: lines longer than a sample, cut into consecutive pieces. full: lines are cut anywhere and not counted."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `manifest.json` holds. `options` is everything the store was prepared from; the number of workers is not in it."""
+
+    version: int
+    tokenizer_sha256: str
+    vocab_size: int
+    cased: bool
+    special_tokens: dict[str, int]
+    seq_len: int
+    sample_mode: str
+    splits: dict[str, Split]
+    options: dict[str, Any]
+
+    @property
+    def unigram_nats(self) -> float:
+        """The validation split's unigram entropy, in nats."""
+        return self.splits["validation"].unigram_nats
+
+    @property
+    def train_unigram_nats(self) -> float:
+        return self.splits["train"].unigram_nats
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies the samples and the tokenizer: equal for stores with the same content, wherever they lie."""
+        content = [
+            self.tokenizer_sha256,
+            self.sample_mode,
+            self.seq_len,
+            {name: [[s.samples, s.tokens, s.sha256] for s in split.shards] for name, split in self.splits.items()},
+        ]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def write(self, directory: Path) -> None:
+        with written_aside(directory / MANIFEST_FILE) as file:
+            file.write(json.dumps(dataclasses.asdict(self), indent=2).encode() + b"\n")
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Raises UserError if there is no manifest, if it is damaged or if it is of another version."""
+        path = directory / MANIFEST_FILE
+        require(path.is_file(), f"{directory} is not a token store (no {MANIFEST_FILE}): make one with 'data prepare'")
+        try:
+            data = json.loads(path.read_bytes())
+            version = data["version"]
+        except (OSError, ValueError, LookupError, TypeError):
+            raise UserError(f"{path} is damaged: prepare the store again") from None
+        require(
+            version == STORE_VERSION,
+            f"{path} is of version {version}, this program reads version {STORE_VERSION}: prepare the store again",
+        )
+        try:
+            for name, split in data["splits"].items():
+                shards = tuple(Shard(**shard) for shard in split["shards"])
+                data["splits"][name] = Split(**{**split, "shards": shards})
+            return cls(**data)
+        except (LookupError, TypeError, AttributeError):
+            raise UserError(f"{path} is damaged: prepare the store again") from None
+
+
+class TokenStore:
+    """The samples of one split. `store[i]` is a read-only 1-D array of uint16 (uint32 if there are more than 65,536
+    tokens), a view of the mapped file. Can be pickled: the copy opens the files anew, as loader processes must.
+    """
+
+    def __init__(self, path: str | Path, split: str = "train") -> None:
+        """Opens and checks everything except the content of the shards, which `verify` reads.
+
+        Raises UserError if the store, the split or a shard is missing, of another version or truncated.
+        """
+        self.path = Path(path)
+        self.split = split
+        self.manifest = Manifest.read(self.path)
+        splits = self.manifest.splits
+        require(split in splits, f"{path} has no split '{split}': it has {', '.join(splits)}")
+        self._values: list[np.ndarray] = []
+        self._offsets: list[np.ndarray] = []
+        for shard in splits[split].shards:
+            for batch in _open_shard(self.path, shard, token_dtype(self.manifest.vocab_size)):
+                self._values.append(batch.values.to_numpy())
+                self._offsets.append(batch.offsets.to_numpy())
+        self._starts = np.cumsum([0, *(len(offsets) - 1 for offsets in self._offsets)]).tolist()
+
+    @classmethod
+    def open(cls, path: str | Path, split: str = "train") -> TokenStore:
+        return cls(path, split)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenStore, (self.path, self.split)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if index < 0:
+            index += len(self)
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        batch = bisect.bisect_right(self._starts, index) - 1
+        row = index - self._starts[batch]
+        offsets = self._offsets[batch]
+        return self._values[batch][offsets[row] : offsets[row + 1]]
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """(len(self),) int32, tokens of every sample."""
+        return np.concatenate([np.diff(offsets) for offsets in self._offsets] or [np.empty(0)]).astype(np.int32)
+
+    @property
+    def fingerprint(self) -> str:
+        return self.manifest.fingerprint
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer the store was made with. Raises UserError if the file was replaced by another one."""
+        path = self.path / TOKENIZER_FILE
+        tokenizer = load_tokenizer(path)
+        require(
+            tokenizer_hash(tokenizer) == self.manifest.tokenizer_sha256,
+            f"{path} is not the tokenizer this store was prepared with: prepare the store again",
+        )
+        return tokenizer
+
+    def verify(self) -> None:
+        """Reads the split's shards whole and compares their checksums. Raises UserError naming the first bad one."""
+        for shard in self.manifest.splits[self.split].shards:
+            path = self.path / shard.name
+            require(file_sha256(path) == shard.sha256, f"{path} is damaged (checksum): copy it or prepare the store again")
+
+
+class SplitWriter:
+    """Writes one split's samples into shards. Memory: one record batch."""
+
+    def __init__(self, directory: Path, split: str, vocab_size: int) -> None:
+        self.token_counts = np.zeros(vocab_size, dtype=np.int64)
+        self._directory, self._split = directory, split
+        self._dtype = token_dtype(vocab_size)
+        self._pending: list[tuple[np.ndarray, np.ndarray]] = []
+        self._pending_tokens = 0
+        self._file: pa.ipc.RecordBatchFileWriter | None = None
+        self._sizes = [0, 0]
+        self.shards: list[Shard] = []
+
+    def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """tokens: (N,) samples in a row. lengths: (S,) tokens of each, summing to N."""
+        self.token_counts += np.bincount(tokens, minlength=len(self.token_counts))
+        self._pending.append((tokens, lengths))
+        self._pending_tokens += len(tokens)
+        if self._pending_tokens >= BATCH_TOKENS:
+            self._write_batch()
+            if self._sizes[1] >= SHARD_TOKENS:
+                self._finish_shard()
+
+    def close(self) -> None:
+        if self._pending_tokens:
+            self._write_batch()
+        if self._file:
+            self._finish_shard()
+
+    def _write_batch(self) -> None:
+        tokens = np.concatenate([tokens for tokens, _ in self._pending]).astype(self._dtype, copy=False)
+        lengths = np.concatenate([lengths for _, lengths in self._pending])
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        column = pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens))
+        batch = pa.record_batch([column], names=[COLUMN])
+        if self._file is None:
+            self._file = pa.ipc.new_file(str(self._shard_path()), batch.schema)
+        self._file.write_batch(batch)
+        self._sizes = [self._sizes[0] + len(lengths), self._sizes[1] + len(tokens)]
+        self._pending, self._pending_tokens = [], 0
+
+    def _finish_shard(self) -> None:
+        assert self._file is not None
+        self._file.close()
+        path = self._shard_path()
+        sync(path)
+        samples, tokens = self._sizes
+        self.shards.append(Shard(path.name, samples, tokens, path.stat().st_size, file_sha256(path)))
+        self._file, self._sizes = None, [0, 0]
+
+    def _shard_path(self) -> Path:
+        return self._directory / f"{self._split}-{len(self.shards):05d}.arrow"
+
+
+@contextlib.contextmanager
+def written_aside(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that becomes `path` when all went well, synced; after an error nothing is left of it."""
+    aside = path.with_name(path.name + ".tmp")
+    try:
+        with open(aside, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Forces a file's content, or a directory's entries, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_sha256(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _open_shard(directory: Path, shard: Shard, dtype: np.dtype) -> list[pa.ListArray]:
+    path = directory / shard.name
+    require(path.is_file(), f"{path} is missing: copy the store again, or prepare it again")
+    size = path.stat().st_size
+    remedy = "copy the store again, or prepare it again"
+    require(size == shard.bytes, f"{path} has {size} bytes instead of {shard.bytes}: {remedy}")
+    try:
+        file = pa.ipc.open_file(pa.memory_map(str(path)))
+        batches = [file.get_batch(i).column(COLUMN) for i in range(file.num_record_batches)]
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise UserError(f"{path} is damaged ({str(error).splitlines()[0]}): {remedy}") from None
+    kind = pa.list_(pa.from_numpy_dtype(dtype))
+    require(all(batch.type == kind for batch in batches), f"{path} does not hold lists of {dtype}: {remedy}")
+    require(sum(map(len, batches)) == shard.samples, f"{path} does not hold {shard.samples} samples: {remedy}")
+    return batches

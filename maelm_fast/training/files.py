@@ -1,0 +1,79 @@
+"""Files that are complete or absent, and read back only if they are what was written.
+
+A file is written aside, flushed to disk and renamed; a directory likewise, with the checksum of every file in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CHECKSUMS = "checksums.json"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file's text in one step."""
+    aside = path.with_name(path.name + ".tmp")
+    with open(aside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def write_json(path: Path, data: Any) -> None:
+    write_text(path, json.dumps(data, indent=2) + "\n")
+
+
+def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
+    """Create a directory in one step: fill(aside) writes its files, checksums are added, then it is renamed.
+
+    Whatever goes wrong, `path` is not created and the part written so far is removed."""
+    aside = path.with_name("." + path.name + ".tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        fill(aside)
+        files = sorted(file for file in aside.iterdir())
+        write_json(aside / CHECKSUMS, {file.name: checksum(file) for file in files})
+        for file in files:
+            _sync(file)
+        _sync(aside)
+        os.rename(aside, path)
+        _sync(path.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a directory made by write_directory, or None."""
+    try:
+        expected: dict[str, str] = json.loads((path / CHECKSUMS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"{CHECKSUMS} cannot be read ({error.__class__.__name__})"
+    for name, digest in expected.items():
+        try:
+            if checksum(path / name) != digest:
+                return f"{name} does not match its checksum"
+        except OSError:
+            return f"{name} is missing"
+    return None
+
+
+def checksum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,147 @@
+"""A run's directory: what is where, and how to read a run back.
+
+    config.yaml      preset, data, and the full merged configuration
+    env.json         versions, hardware, commit of each start
+    tokenizer.json   the store's tokenizer, so that the run can be used without the store
+    metrics.jsonl    one row per logged update and per evaluation
+    checkpoints/     step_N/: model.safetensors, optimizer.safetensors, state.json, checksums.json
+    report/          plots and tables
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from maelm_fast.config import RunConfig, from_dict, to_dict
+from maelm_fast.data.masking import Vocabulary
+from maelm_fast.data.tokenizer import load_tokenizer, special_ids
+from maelm_fast.errors import UserError
+from maelm_fast.model.maelm import MaeLm
+from maelm_fast.training.files import damage, write_text
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run was started with, beside its configuration."""
+
+    preset: str
+    data: str
+    data_fingerprint: str
+    init_from: str | None
+
+
+class RunDir:
+    """Paths and small files of a run. Creating the object writes nothing."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config_file = self.path / "config.yaml"
+        self.env_file = self.path / "env.json"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.tokenizer_file = self.path / "tokenizer.json"
+        self.checkpoints = self.path / "checkpoints"
+        self.report = self.path / "report"
+
+    @property
+    def exists(self) -> bool:
+        return self.config_file.exists()
+
+    def write_config(self, record: RunRecord, config: RunConfig) -> None:
+        data = {**vars(record), **to_dict(config)}
+        write_text(self.config_file, yaml.safe_dump(data, sort_keys=False))
+
+    def read_config(self) -> tuple[RunRecord, RunConfig]:
+        try:
+            data = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
+            record = RunRecord(**{key: data.pop(key) for key in RunRecord.__dataclass_fields__})
+        except FileNotFoundError:
+            raise UserError(f"{self.path}: not a run directory (no config.yaml)") from None
+        except (OSError, ValueError, yaml.YAMLError, KeyError, AttributeError, TypeError) as error:
+            raise UserError(f"{self.config_file}: not a run's config.yaml ({_one_line(error)})") from None
+        return record, from_dict(RunConfig, data)
+
+    def steps(self) -> list[int]:
+        """Steps with a checkpoint directory, ascending; whether they are whole is not looked at."""
+        names = [p.name for p in self.checkpoints.glob("step_*")] if self.checkpoints.is_dir() else []
+        return sorted(int(name[5:]) for name in names if name[5:].isdigit())
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step}"
+
+    def last_whole_checkpoint(self) -> Path | None:
+        """The newest checkpoint whose checksums agree. Damaged ones are passed over with a warning; if there are only
+        damaged ones, UserError."""
+        steps = self.steps()
+        for step in reversed(steps):
+            path = self.checkpoint(step)
+            if (fault := damage(path)) is None:
+                return path
+            log.warning("checkpoint %s is damaged: %s; going back to the one before", path, fault)
+        if steps:
+            raise UserError(
+                f"{self.checkpoints}: every checkpoint is damaged; remove the directory to start the run again"
+            )
+        return None
+
+    def metrics(self) -> Iterator[dict[str, Any]]:
+        """Rows of metrics.jsonl; an unfinished last line is left out."""
+        if self.metrics_file.exists():
+            with open(self.metrics_file, encoding="utf-8") as file:
+                for line in file:
+                    if line.endswith("\n"):
+                        yield json.loads(line)
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A model read back from a run, in evaluation mode on the CPU."""
+
+    model: MaeLm
+    tokenizer: Any
+    vocabulary: Vocabulary
+    config: RunConfig
+    record: RunRecord
+    step: int
+
+
+def load_run(path: str | Path, step: int | None = None) -> LoadedRun:
+    """The model of a run's newest whole checkpoint, or of the given step. Raises UserError with the remedy."""
+    from safetensors.torch import load_file
+
+    run = RunDir(path)
+    record, config = run.read_config()
+    if step is None:
+        checkpoint = run.last_whole_checkpoint()
+        if checkpoint is None:
+            raise UserError(f"{run.path}: the run has no checkpoint yet")
+    else:
+        checkpoint = run.checkpoint(step)
+        if step not in run.steps():
+            have = ", ".join(map(str, run.steps())) or "none"
+            raise UserError(f"{run.path}: no checkpoint at step {step}; there are: {have}")
+        if fault := damage(checkpoint):
+            raise UserError(f"{checkpoint}: damaged: {fault}; choose another step")
+    tokenizer = load_tokenizer(run.tokenizer_file)
+    vocabulary = vocabulary_of(tokenizer)
+    model = MaeLm(config.model, mask_id=vocabulary.mask_id)
+    model.load_state_dict(load_file(checkpoint / "model.safetensors"))
+    return LoadedRun(model.eval(), tokenizer, vocabulary, config, record, int(checkpoint.name[5:]))
+
+
+def vocabulary_of(tokenizer: Any) -> Vocabulary:
+    """What masking needs of a tokenizer."""
+    ids = special_ids(tokenizer)
+    return Vocabulary(tokenizer.get_vocab_size(), ids["<mask>"], tuple(sorted(set(ids.values()))))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or error.__class__.__name__

@@ -1,0 +1,94 @@
+"""What a run writes and shows as it goes: metrics.jsonl, and a live line on a terminal or plain lines elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any, Self
+
+from maelm_fast.errors import UserError
+from maelm_fast.training.files import write_text
+from maelm_fast.training.rundir import RunDir
+
+_PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal to redraw
+
+
+class Metrics:
+    """metrics.jsonl: one JSON object a line, each written once and whole."""
+
+    def __init__(self, run: RunDir, step: int) -> None:
+        """Opens the file to go on after `step`: rows beyond it, of updates that a crash undid, and an unfinished last
+        line are removed first, so that every update is in the file once."""
+        kept = [row for row in run.metrics() if row["step"] <= step]
+        if run.metrics_file.exists():
+            write_text(run.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
+        self._file = open(run.metrics_file, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
+
+    def write(self, row: dict[str, Any]) -> None:
+        try:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"cannot write {self._file.name}: {error.strerror}; free some space and run again") from None
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Display:
+    """Progress for people. On a terminal one line is redrawn; elsewhere a line is printed every few seconds."""
+
+    def __init__(self, first_step: int, max_steps: int) -> None:
+        self.max_steps = max_steps
+        self._first, self._start = first_step, time.monotonic()
+        self._last_plain = 0.0
+        self._progress = None
+        if sys.stdout.isatty():
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (TextColumn("{task.fields[text]}"), BarColumn(bar_width=24), TimeElapsedColumn(),
+                       TextColumn("{task.fields[eta]}"))  # fmt: skip
+            self._progress = Progress(*columns)
+            self._task = self._progress.add_task("", total=max_steps, completed=first_step, text="starting", eta="")
+
+    def __enter__(self) -> Self:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def update(self, row: dict[str, Any]) -> None:
+        text = (
+            f"step {row['step']:,}/{self.max_steps:,}  loss {row['loss']:.3f}  "
+            f"masked acc {row['accuracy']:6.1%}  {row['tokens_per_s']:,.0f} tok/s"
+        )
+        if row.get("mfu") is not None:
+            text += f"  MFU {row['mfu']:.1%}"
+        eta = f"ETA {self._eta(row['step'])}"
+        if self._progress is not None:
+            self._progress.update(self._task, completed=row["step"], text=text, eta=eta)
+        elif time.monotonic() - self._last_plain >= _PLAIN_SECONDS or row["step"] == self.max_steps:
+            self._last_plain = time.monotonic()
+            print(f"{text}  {eta}", flush=True)
+
+    def say(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.console.print(text, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def _eta(self, step: int) -> str:
+        done = step - self._first
+        if not done:
+            return "-"
+        seconds = round((time.monotonic() - self._start) / done * (self.max_steps - step))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
