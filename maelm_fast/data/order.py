@@ -1,6 +1,6 @@
 """Sample order as a function: `permutation(index, size, key)` is a bijection of [0, size), evaluated in O(1) memory.
 
-A four-round Feistel network shuffles a power of four at least as large as `size`; values that fall outside are sent
+A Feistel network shuffles a power of four at least as large as `size`; values that fall outside are sent
 through it again until they fall inside (cycle walking; fewer than four passes on average). Nothing is stored, so a run
 resumes anywhere and a corpus of a billion samples needs no index array.
 """
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from maelm_fast.philox import Stream, philox4x32
 
-_FEISTEL_ROUNDS = 4
+_FEISTEL_ROUNDS = 8  # with 4 the order of a few ten thousand samples is measurably uneven
 _MIN_HALF_BITS = 4  # below this a network has too few distinct round functions to look random
 
 

@@ -1,0 +1,5 @@
+"""Everything declarative is in pyproject.toml."""
+
+from setuptools import setup
+
+setup()

@@ -1,0 +1,76 @@
+"""Which part may import which. The arrows point one way, so that any part can be read without those above it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "maelm_fast"
+LEAVES = {"errors", "config", "batch", "philox"}
+MAY_IMPORT = {
+    "errors": set(),
+    "config": {"errors"},
+    "batch": set(),
+    "philox": set(),
+    "presets": {"config", "errors"},
+    "ops": LEAVES,
+    "model": LEAVES | {"ops"},
+    "data": LEAVES,
+    "training": LEAVES | {"presets", "model", "data"},
+    "analysis": LEAVES | {"presets", "model", "data", "training", "ops"},
+    "export": LEAVES | {"presets", "model", "data", "training", "ops"},
+    "cli": LEAVES | {"presets", "model", "data", "training", "analysis", "export", "ops"},
+}
+STANDS_ALONE = PACKAGE / "export" / "modeling_maelm.py"  # shipped with exported models, where maelm_fast is not installed
+
+
+def imported(path: Path) -> set[str]:
+    """Absolute module names imported anywhere in a file, including inside functions."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 or path == STANDS_ALONE, f"{path}: relative import"
+            names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def part_of(module: str) -> str | None:
+    pieces = module.split(".")
+    return pieces[1] if pieces[0] == "maelm_fast" and len(pieces) > 1 and pieces[1] != "__version__" else None
+
+
+def test_parts_import_only_what_lies_below_them() -> None:
+    wrong = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if part == "__init__":
+            continue
+        for module in imported(path):
+            if (other := part_of(module)) and other != part and other not in MAY_IMPORT[part]:
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert not wrong
+
+
+def test_the_package_imports_neither_tests_nor_benchmarks() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        assert not {m.split(".")[0] for m in imported(path)} & {"tests", "benchmarks"}, path
+
+
+def test_config_and_presets_need_no_torch() -> None:
+    for name in ("config.py", "presets.py", "errors.py"):
+        assert not {m.split(".")[0] for m in imported(PACKAGE / name)} & {"torch", "numpy"}, name
+
+
+def test_the_shipped_model_code_stands_alone() -> None:
+    assert not any(m.startswith("maelm_fast") for m in imported(STANDS_ALONE))
+
+
+def test_no_build_products_in_git() -> None:
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listing.returncode == 0:
+        bad = [f for f in listing.stdout.splitlines() if f.endswith((".pyc", ".so", ".o", ".whl", ".egg"))]
+        assert not bad

@@ -1,0 +1,41 @@
+"""Importing the package, or its model, is cheap and has no side effect."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+HEAVY = ("transformers", "datasets", "triton", "matplotlib", "jsonargparse", "tokenizers", "pyarrow")
+
+
+def run(code: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_importing_the_package_loads_nothing_optional() -> None:
+    out = run(f"""
+        import sys, torch
+        before = set(sys.modules)
+        import maelm_fast, maelm_fast.presets, maelm_fast.batch
+        from maelm_fast.model.maelm import MaeLm
+        new = set(sys.modules) - before
+        print([name for name in {HEAVY!r} if name in new])
+        print(torch.cuda.is_initialized())
+    """)
+    assert out.split("\n")[:2] == ["[]", "False"]
+
+
+def test_importing_the_package_beside_torch_takes_under_two_seconds() -> None:
+    out = run("""
+        import time, torch
+        start = time.perf_counter()
+        import maelm_fast, maelm_fast.presets
+        from maelm_fast.model.maelm import MaeLm
+        print(time.perf_counter() - start)
+    """)
+    assert float(out) < 2.0
