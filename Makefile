@@ -47,4 +47,4 @@ gpu:
 	PYTHONPATH=. $(PYTHON) -m benchmarks.train_step --peers hf --batch 32
 
 clean:
-	rm -rf .venv build dist *.egg-info demo-run demo-run.store
+	rm -rf .venv build dist *.egg-info demo-run

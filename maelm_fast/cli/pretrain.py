@@ -41,7 +41,9 @@ def parse(argv: list[str]) -> dict[str, Any]:
     try:
         values = parser.parse_args(argv).as_dict()
     except (ArgumentError, TypeError, ValueError, OSError) as error:
-        raise UserError(_one_line(str(error), parser)) from None
+        files = [value for option, value in zip(argv, argv[1:], strict=False) if option == "--config"]
+        where = f"{', '.join(files)}: " if "Problems parsing config" in str(error) else ""
+        raise UserError(where + _one_line(str(error), parser)) from None
     sections = {name: cls(**_plain(values[name], cls)) for name, cls in SECTIONS.items()}
     run = RunConfig(**sections, seed=values["seed"])
     return {key: values[key] for key in ("preset", "data", "out", "init_from")} | {"run": run}

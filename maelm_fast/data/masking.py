@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from maelm_fast.batch import PackedBatch, cumulative
-from maelm_fast.config import MaskingConfig
+from maelm_fast.config import MaskingConfig, require
 from maelm_fast.philox import Stream, position_words
 
 VALIDATION_EPOCH = 0xFFFFFFFF  # an epoch no run reaches: validation masks are the same at every evaluation
@@ -64,34 +64,57 @@ def pack(sequences: Sequence[NDArray[np.generic]], samples: NDArray[np.int64], e
     samples, epochs: (S,) the key of each sequence's masks. encoder_sees_mask: False removes the [MASK] tokens from the
     encoder's row (MAE-LM); True leaves them in (standard MLM). With the BERT policy the tokens shown as random or
     unchanged stay in the encoder's row either way, and are predicted all the same."""
+    ids, valid = _padded(sequences, vocabulary)
+    masked = choose_masked(ids, valid, samples, epochs, masking, vocabulary, seed)
+    shown, becomes_mask = ids.copy(), masked
+    if masking.policy == "bert":
+        becomes_mask = _bert_policy(shown, masked, samples, epochs, vocabulary, seed)
+    shown[becomes_mask] = vocabulary.mask_id
+    return _packed(ids, shown, valid, masked, becomes_mask, encoder_sees_mask)
+
+
+def pack_masked(sequences: Sequence[NDArray[np.generic]], vocabulary: Vocabulary,
+                encoder_sees_mask: bool) -> PackedBatch:
+    """Pack S sequences that hold [MASK] already; the labels, which nobody knows, are [MASK] too."""
+    ids, valid = _padded(sequences, vocabulary)
+    masked = valid & (ids == vocabulary.mask_id)
+    return _packed(ids, ids, valid, masked, masked, encoder_sees_mask)
+
+
+def _padded(sequences: Sequence[NDArray[np.generic]], vocabulary: Vocabulary) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """(ids, valid), both (S, L); ids are 0 and valid is False in the padding."""
     lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
     width = int(lengths.max(initial=0))
     valid = np.arange(width)[None, :] < lengths[:, None]
     ids = np.zeros((len(sequences), width), dtype=np.int64)
     ids[valid] = np.concatenate([np.asarray(sequence, dtype=np.int64) for sequence in sequences])
-    masked = choose_masked(ids, valid, samples, epochs, masking, vocabulary, seed)
+    require(
+        int(ids.max(initial=0)) < vocabulary.size,
+        f"token id {ids.max(initial=0)} is outside the vocabulary of {vocabulary.size}: the token store is damaged or "
+        f"belongs to another tokenizer; prepare it again",
+    )
+    return ids, valid
 
-    shown, becomes_mask = ids.copy(), masked
-    if masking.policy == "bert":
-        becomes_mask = _bert_policy(shown, masked, samples, epochs, vocabulary, seed)
-    shown[becomes_mask] = vocabulary.mask_id
+
+def _packed(ids: NDArray[np.int64], shown: NDArray[np.int64], valid: NDArray[np.bool_], masked: NDArray[np.bool_],
+            becomes_mask: NDArray[np.bool_], encoder_sees_mask: bool) -> PackedBatch:
+    """All (S, L). shown: what the encoder's row holds in place of ids; becomes_mask: where that is [MASK]."""
     in_encoder = valid if encoder_sees_mask else valid & ~becomes_mask
-
-    positions = np.broadcast_to(np.arange(width), ids.shape)
+    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
     rows = np.cumsum(in_encoder).reshape(ids.shape) - 1
-    visible, masks = in_encoder.sum(axis=1).tolist(), masked.sum(axis=1).tolist()
+    lengths, visible, masks = (here.sum(axis=1).tolist() for here in (valid, in_encoder, masked))
     return PackedBatch(
         visible_ids=_tensor(shown[in_encoder]),
         visible_positions=_tensor(positions[in_encoder]),
         cu_seqlens=cumulative(visible),
         source=_tensor(np.where(in_encoder, rows, -1)[valid]),
         decoder_positions=_tensor(positions[valid]),
-        decoder_cu_seqlens=cumulative(lengths.tolist()),
+        decoder_cu_seqlens=cumulative(lengths),
         masked_index=_tensor(np.flatnonzero(masked[valid])),
         masked_cu_seqlens=cumulative(masks),
         labels=_tensor(ids[masked]),
         lengths=tuple(visible),
-        decoder_lengths=tuple(lengths.tolist()),
+        decoder_lengths=tuple(lengths),
         masked_lengths=tuple(masks),
     )
 

@@ -82,8 +82,8 @@ class PrepareConfig:
     """None: 32,768, or 64,000 when cased (the paper's base and base++ rows)."""
     cased: bool = False
     sample_mode: Literal["full", "document"] = "full"
-    """full: all documents end to end, cut into samples of exactly seq_len. document: whole lines packed up to seq_len, never
-    across documents, so samples differ in length (the released code's complete_doc)."""
+    """full: all documents end to end, cut into samples of exactly seq_len. document: whole lines packed up to seq_len,
+    never across documents, so samples differ in length (the released code's complete_doc)."""
     seq_len: int = 512
     """Tokens of a sample, <s> included."""
     validation: float = 0.01
@@ -108,7 +108,7 @@ class PrepareConfig:
         require(0.0 < self.validation < 1.0, f"validation must lie between 0 and 1, not {self.validation}")
         require(self.workers >= 1, f"workers must be at least 1, not {self.workers}")
         require(0 <= self.seed < 2**63, f"seed must lie in [0, 2**63), not {self.seed}")
-        require(self.sample_mode in ("full", "document"), f"sample_mode must be full or document, not {self.sample_mode}")
+        require(self.sample_mode in ("full", "document"), f"sample_mode is full or document, not {self.sample_mode}")
         require(
             self.tokenizer is None or (self.vocab_size is None and not self.cased),
             "a tokenizer is given, which fixes its size and case: remove vocab_size and cased",
@@ -143,7 +143,7 @@ class _Job:
 
 
 def prepare(config: PrepareConfig, log: Log = logger.info) -> Manifest:
-    """Makes the store `config.out`, or finds it made, and returns its manifest. `log` is given lines about the progress.
+    """Makes the store `config.out`, or finds it made, and returns its manifest. `log` is given lines on the progress.
 
     Raises UserError on bad input, if `out` holds something else, or if it cannot be written.
     """
@@ -155,8 +155,8 @@ def prepare(config: PrepareConfig, log: Log = logger.info) -> Manifest:
             return _prepare_locked(job, log)
     except OSError as error:  # the readers turn theirs into UserErrors, so this one is about writing
         raise UserError(
-            f"cannot write {error.filename or job.partial}: {error.strerror or error}: free space or choose another --out; "
-            f"the same command goes on where this one stopped"
+            f"cannot write {error.filename or job.partial}: {error.strerror or error}: free space or choose another "
+            f"--out; the same command goes on where this one stopped"
         ) from None
 
 
@@ -215,7 +215,7 @@ def _prepare_locked(job: _Job, log: Log) -> Manifest:
 
 @contextlib.contextmanager
 def _locked(partial: Path) -> Iterator[None]:
-    """Makes the directory and keeps other runs out of it. The lock is on the directory itself and ends with the process."""
+    """Makes the directory and keeps other runs out of it. The lock is on the directory; it ends with the process."""
     partial.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(partial, os.O_RDONLY)
     try:
@@ -239,7 +239,8 @@ def _begin_or_go_on(job: _Job, log: Log) -> None:
         if not changed:
             log(f"going on in {partial}: {finished} chunks are done")
             return
-        (partial / TOKENIZER_FILE).unlink(missing_ok=True)
+        for leftover in partial.glob(TOKENIZER_FILE + "*"):  # also one that was not written to its end
+            leftover.unlink()
     chunks.mkdir(exist_ok=True)
     foreign = [path.name for path in partial.iterdir() if path != chunks]
     require(not foreign, f"{partial} holds {', '.join(foreign)}: remove it or choose another --out")
@@ -251,7 +252,8 @@ def _begun_plan(partial: Path) -> dict[str, Any] | None:
     if (partial / MANIFEST_FILE).exists():
         return Manifest.read(partial).options
     if (partial / CHUNKS / PLAN_FILE).exists():
-        return json.loads((partial / CHUNKS / PLAN_FILE).read_bytes())
+        plan: dict[str, Any] = json.loads((partial / CHUNKS / PLAN_FILE).read_bytes())
+        return plan
     return None
 
 
@@ -311,22 +313,27 @@ def _tokenise(job: _Job, sources: tuple[str, ...], origin: str, log: Log) -> Non
     begun = reported = time.monotonic()
     text_bytes = 0
     texts = itertools.islice(_chunks(read_documents(sources, job.config.text_field)), finished, None)
-    encoded = encode_in_parallel(texts, job.partial / TOKENIZER_FILE, job.config.workers)
-    for index, (documents, tokens, document_tokens) in enumerate(encoded, start=finished):
-        chunk = Chunk(
-            tokens,
-            document_tokens,
-            document_lines=np.array([len(document) for document in documents]),
-            document_bytes=np.array([len("".join(document).encode()) for document in documents]),
-            in_validation=np.array([origin == VALIDATION_INPUTS or job.in_validation(document) for document in documents]),
-        )
-        with written_aside(job.partial / CHUNKS / f"{origin}-{index:06d}.npz") as file:
-            np.savez(file, **chunk._asdict())
-        text_bytes += int(chunk.document_bytes.sum())
-        if time.monotonic() - reported > REPORT_SECONDS:
-            reported = time.monotonic()
-            log(f"tokenised {text_bytes / 1e6:,.1f} MB, {text_bytes / 1e6 / (reported - begun):.2f} MB/s")
-    log(f"tokenised {text_bytes / 1e6:,.1f} MB in {time.monotonic() - begun:.1f} s")
+    workers = job.config.workers
+    with contextlib.closing(encode_in_parallel(texts, job.partial / TOKENIZER_FILE, workers)) as encoded:
+        for index, (documents, tokens, document_tokens) in enumerate(encoded, start=finished):
+            chunk = Chunk(
+                tokens,
+                document_tokens,
+                document_lines=np.array([len(document) for document in documents]),
+                document_bytes=np.array([len("".join(document).encode()) for document in documents]),
+                in_validation=np.array([origin == VALIDATION_INPUTS or job.in_validation(text) for text in documents]),
+            )
+            with written_aside(job.partial / CHUNKS / f"{origin}-{index:06d}.npz") as file:
+                np.savez(file, **chunk._asdict())
+            text_bytes += int(chunk.document_bytes.sum())
+            if time.monotonic() - reported > REPORT_SECONDS:
+                reported = time.monotonic()
+                log(f"tokenised {_rate(text_bytes, reported - begun)}")
+    log(f"tokenised {_rate(text_bytes, time.monotonic() - begun)}")
+
+
+def _rate(text_bytes: int, seconds: float) -> str:
+    return f"{text_bytes / 1e6:,.1f} MB in {seconds:.1f} s ({text_bytes / 1e6 / max(seconds, 1e-9):.2f} MB/s)"
 
 
 def _chunks(documents: Iterable[Document]) -> Iterator[tuple[Document, ...]]:
@@ -395,8 +402,8 @@ def cut_blocks(chunks: Iterable[Chunk], seq_len: int) -> Iterator[Cut]:
 
 
 def cut_documents(chunks: Iterable[Chunk], seq_len: int) -> Iterator[Cut]:
-    """Whole lines of one document, as many as fit in seq_len with <s>. Released code's complete_doc, but for lines longer
-    than that: it keeps a random part of them, here they are cut into consecutive pieces, which are packed like lines.
+    """Whole lines of one document, as many as fit in seq_len with <s>: the released code's complete_doc, but for lines
+    longer than that: it keeps a random part of them, here they are cut into consecutive pieces, packed like lines.
     A sample of one token besides <s> is dropped, as there."""
     size = seq_len - 1
     for chunk in chunks:

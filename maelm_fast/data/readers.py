@@ -1,8 +1,8 @@
 """Documents from files, globs, Hugging Face datasets and the embedded corpus, streamed.
 
-A document is a tuple of lines, each stripped and not empty. Text is read as bytes and decoded line by line: a bad byte is
-reported with its line and offset, and a file without line ends cannot fill the memory. zstd goes through pyarrow, which
-notices a truncated file; the zstandard package takes it for a complete one.
+A document is a tuple of lines, each stripped and not empty. Text is read as bytes and decoded line by line: a bad byte
+is reported with its line and offset, and a file without line ends cannot fill the memory. zstd goes through pyarrow,
+which notices a truncated file; the zstandard package takes it for a complete one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 from maelm_fast.config import require
 from maelm_fast.errors import UserError
@@ -47,7 +47,7 @@ def expand_inputs(inputs: Sequence[str]) -> tuple[str, ...]:
 
 
 def identify(source: str) -> dict[str, Any]:
-    """What tells whether a source has changed: size and modification time of a file, versions for the embedded corpus."""
+    """What tells whether a source has changed: a file's size and time, versions for the embedded corpus."""
     if source == EMBEDDED:
         from maelm_fast.data.corpus import corpus_identity
 
@@ -95,7 +95,7 @@ def _format_of(name: str) -> tuple[str, str]:
     compression = path.suffix if path.suffix in COMPRESSIONS else ""
     suffix = Path(path.stem).suffix if compression else path.suffix
     known = suffix in FORMATS and not (suffix == ".parquet" and compression)
-    require(known, f"{name}: cannot tell the format from the name: use .txt or .jsonl (also .xz, .gz, .zst) or .parquet")
+    require(known, f"{name}: unknown kind of file: use .txt or .jsonl (each also .xz, .gz, .zst) or .parquet")
     return suffix, compression
 
 
@@ -124,8 +124,8 @@ def _text_documents(path: str) -> Iterator[Document]:
             size += len(line)
             require(
                 size <= MAX_DOCUMENT_CHARS,
-                f"{path}: line {number}: a document of more than {MAX_DOCUMENT_CHARS >> 20} million characters: separate "
-                f"documents by an empty line (if every line is a document: sed G)",
+                f"{path}: line {number}: a document of more than {MAX_DOCUMENT_CHARS >> 20} million characters: "
+                f"separate documents by an empty line (if every line is a document: sed G)",
             )
         elif lines:
             yield tuple(lines)
@@ -154,7 +154,8 @@ def _parquet_documents(path: str, text_field: str) -> Iterator[Document]:
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            require(text_field in names, f"{path} has no column '{text_field}': set --text-field to one of {', '.join(names)}")
+            known = ", ".join(names)
+            require(text_field in names, f"{path} has no column '{text_field}': set --text-field to one of {known}")
             for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
                 for text in batch.column(0).to_pylist():
                     yield from _row_document({text_field: text}, text_field, f"{path}: row {next(rows)}")
@@ -203,20 +204,20 @@ def _read_lines(path: str) -> Iterator[tuple[int, str]]:
                 line = stream.readline(MAX_LINE_BYTES)
                 if not line:
                     return
-                require(len(line) < MAX_LINE_BYTES, f"{path}: line {number} is longer than {MAX_LINE_BYTES >> 20} MiB: break it")
+                too_long = f"{path}: line {number} is longer than {MAX_LINE_BYTES >> 20} MiB: break it"
+                require(len(line) < MAX_LINE_BYTES, too_long)
                 try:
                     text = line.decode()
                 except UnicodeDecodeError as error:
-                    raise UserError(
-                        f"{path}: line {number} is not UTF-8 (byte {offset + error.start} of the text): convert it with iconv"
-                    ) from None
+                    where = f"{path}: line {number}, byte {offset + error.start} of the text"
+                    raise UserError(f"{where}: not UTF-8: convert the file with iconv") from None
                 yield number, text.removeprefix("\ufeff") if number == 1 else text
                 offset += len(line)
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise UserError(f"{path} cannot be read to its end: {_first_line(error)}") from None
 
 
-def _open_binary(path: str) -> IO[bytes]:
+def _open_binary(path: str) -> BinaryIO | lzma.LZMAFile | gzip.GzipFile | io.BufferedReader:
     _, compression = _format_of(path)
     if compression == ".xz":
         return lzma.open(path)

@@ -36,6 +36,7 @@ TOKENIZER_FILE = "tokenizer.json"
 COLUMN = "tokens"
 BATCH_TOKENS = 1 << 22
 SHARD_TOKENS = 1 << 27
+REMEDY = "copy the store again, or prepare it again"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Split:
     tokens: int
     """Over all samples, the <s> before each included."""
     unigram_nats: float
-    """Entropy of the token distribution over the samples: no predictor that ignores the context has a lower loss here."""
+    """Entropy of the tokens' distribution over the samples: no predictor blind to context has a lower loss on them."""
     shards: tuple[Shard, ...]
     documents: int
     lines: int
@@ -64,12 +65,12 @@ class Split:
     dropped_tokens: int
     """full: the last, incomplete block. document: one-token samples."""
     split_lines: int
-    """document: lines longer than a sample, cut into consecutive pieces. full: lines are cut anywhere and not counted."""
+    """document: lines longer than a sample, cut into consecutive pieces. full: lines are cut anywhere, not counted."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `manifest.json` holds. `options` is everything the store was prepared from; the number of workers is not in it."""
+    """What `manifest.json` holds. `options` is all that decides the content, so not the number of workers."""
 
     version: int
     tokenizer_sha256: str
@@ -159,7 +160,7 @@ class TokenStore:
         return TokenStore, (self.path, self.split)
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> np.ndarray:
         if index < 0:
@@ -194,7 +195,7 @@ class TokenStore:
         """Reads the split's shards whole and compares their checksums. Raises UserError naming the first bad one."""
         for shard in self.manifest.splits[self.split].shards:
             path = self.path / shard.name
-            require(file_sha256(path) == shard.sha256, f"{path} is damaged (checksum): copy it or prepare the store again")
+            require(file_sha256(path) == shard.sha256, f"{path} is damaged (checksum): {REMEDY}")
 
 
 class SplitWriter:
@@ -285,16 +286,15 @@ def file_sha256(path: Path) -> str:
 
 def _open_shard(directory: Path, shard: Shard, dtype: np.dtype) -> list[pa.ListArray]:
     path = directory / shard.name
-    require(path.is_file(), f"{path} is missing: copy the store again, or prepare it again")
+    require(path.is_file(), f"{path} is missing: {REMEDY}")
     size = path.stat().st_size
-    remedy = "copy the store again, or prepare it again"
-    require(size == shard.bytes, f"{path} has {size} bytes instead of {shard.bytes}: {remedy}")
+    require(size == shard.bytes, f"{path} has {size} bytes instead of {shard.bytes}: {REMEDY}")
     try:
         file = pa.ipc.open_file(pa.memory_map(str(path)))
         batches = [file.get_batch(i).column(COLUMN) for i in range(file.num_record_batches)]
     except (pa.ArrowException, OSError, KeyError) as error:
-        raise UserError(f"{path} is damaged ({str(error).splitlines()[0]}): {remedy}") from None
+        raise UserError(f"{path} is damaged ({str(error).splitlines()[0]}): {REMEDY}") from None
     kind = pa.list_(pa.from_numpy_dtype(dtype))
-    require(all(batch.type == kind for batch in batches), f"{path} does not hold lists of {dtype}: {remedy}")
-    require(sum(map(len, batches)) == shard.samples, f"{path} does not hold {shard.samples} samples: {remedy}")
+    require(all(batch.type == kind for batch in batches), f"{path} does not hold lists of {dtype}: {REMEDY}")
+    require(sum(map(len, batches)) == shard.samples, f"{path} does not hold {shard.samples} samples: {REMEDY}")
     return batches

@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -94,7 +94,7 @@ def is_cased(tokenizer: Tokenizer) -> bool:
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """SHA-256, in hex, of the tokenizer as JSON with sorted keys: equal for equal tokenizers, however the file is laid out."""
+    """SHA-256, in hex, of the tokenizer as JSON with sorted keys, so that the layout of its file does not count."""
     canonical = json.dumps(json.loads(tokenizer.to_str()), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -127,10 +127,11 @@ def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document]) -> tup
 
 def encode_in_parallel(
     chunks: Iterable[Sequence[Document]], tokenizer_path: Path, workers: int
-) -> Iterator[tuple[Sequence[Document], np.ndarray, np.ndarray]]:
+) -> Generator[tuple[Sequence[Document], np.ndarray, np.ndarray], None, None]:
     """Each chunk of documents, in order, with what `encode_documents` makes of it.
 
-    workers: processes; 1 works in this one. Raises UserError if a process dies.
+    workers: processes; 1 works in this one. Close the generator if it is left early, so that they end. Raises UserError
+    if one of them dies.
     """
     if workers == 1:
         tokenizer = load_tokenizer(tokenizer_path)
@@ -144,25 +145,24 @@ def encode_in_parallel(
         for chunk in chunks:
             waiting.append((chunk, pool.submit(_encode_in_worker, chunk)))
             if len(waiting) > 2 * workers:  # reading is faster than tokenising: it must not fill the memory
-                chunk, encoded = waiting.popleft()
-                yield chunk, *encoded.result()
-        for chunk, encoded in waiting:
-            yield chunk, *encoded.result()
+                first, encoded = waiting.popleft()
+                yield first, *encoded.result()
+        for first, encoded in waiting:
+            yield first, *encoded.result()
     except BrokenProcessPool:
         raise UserError("a tokenising process died, perhaps for lack of memory: use fewer --workers") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-_worker_tokenizer: Tokenizer
+_of_worker: dict[str, Tokenizer] = {}
 
 
 def _start_worker(tokenizer_path: Path) -> None:
-    global _worker_tokenizer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
-    _worker_tokenizer = load_tokenizer(tokenizer_path)
+    _of_worker["tokenizer"] = load_tokenizer(tokenizer_path)
 
 
 def _exit_with_parent() -> None:
@@ -174,4 +174,4 @@ def _exit_with_parent() -> None:
 
 
 def _encode_in_worker(chunk: Sequence[Document]) -> tuple[np.ndarray, np.ndarray]:
-    return encode_documents(_worker_tokenizer, chunk)
+    return encode_documents(_of_worker["tokenizer"], chunk)

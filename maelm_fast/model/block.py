@@ -42,20 +42,20 @@ class Attention(nn.Module):
         super().__init__()
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.out = nn.Linear(config.hidden_size, config.hidden_size)
-        self.head_dim = config.head_dim
+        self.heads = (config.num_heads, config.head_dim)
 
     def forward(self, x: Tensor, layout: AttentionLayout, bias: PositionBias | None, dropout: Dropout,
                 memory: Tensor | None = None) -> Tensor:
         """x: (Tq, d). memory: (Tk, d), what is attended to; x itself if None. Returns (Tq, d)."""
         d = x.shape[-1]
         if memory is None:
-            q, k, v = self.qkv(x).view(x.shape[0], 3, -1, self.head_dim).unbind(1)
+            q, k, v = self.qkv(x).view(-1, 3, *self.heads).unbind(1)
         else:
-            q = F.linear(x, self.qkv.weight[:d], self.qkv.bias[:d]).view(x.shape[0], -1, self.head_dim)
+            q = F.linear(x, self.qkv.weight[:d], self.qkv.bias[:d]).view(-1, *self.heads)
             projected = F.linear(memory, self.qkv.weight[d:], self.qkv.bias[d:])
-            k, v = projected.view(memory.shape[0], 2, -1, self.head_dim).unbind(1)
+            k, v = projected.view(-1, 2, *self.heads).unbind(1)
         mixed: Tensor = ops.attention(q, k, v, layout, bias, dropout_p=dropout.p, seed=dropout.seed)
-        out: Tensor = self.out(mixed.reshape(x.shape[0], d))
+        out: Tensor = self.out(mixed.reshape(x.shape))
         return out
 
 

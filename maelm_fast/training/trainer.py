@@ -154,12 +154,14 @@ class Trainer:
     def _evaluate(self, metrics: Metrics, display: Display) -> None:
         progress, runtime = self.progress, self.config.runtime
         result = evaluate(self.model, self._validation_batches(), self.device, self._autocast)
-        unigram = self.validation.manifest.splits["validation"].unigram_nats
+        unigram = self.validation.manifest.unigram_nats
         row = {"kind": "validation", "step": progress.step, "tokens": progress.tokens, **result, "unigram_nats": unigram}
         metrics.write(row)
+        gap = unigram - result["val_loss"]
         display.say(
-            f"step {progress.step:,}: validation loss {result['val_loss']:.4f} nats ({unigram - result['val_loss']:+.3f} "
-            f"below unigram), perplexity {result['val_perplexity']:,.1f}, accuracy {result['val_accuracy']:.1%}"
+            f"step {progress.step:,}: validation loss {result['val_loss']:.4f} nats ({abs(gap):.3f} "
+            f"{'below' if gap > 0 else 'above'} unigram), perplexity {result['val_perplexity']:,.1f}, "
+            f"accuracy {result['val_accuracy']:.1%}"
         )
         if progress.best_val_loss is None or result["val_loss"] < progress.best_val_loss:
             progress.best_val_loss, progress.evaluations_without_gain = result["val_loss"], 0

@@ -1,0 +1,76 @@
+"""What the benchmarks compare with: Hugging Face RobertaForMaskedLM, built and fed as a knowledgeable user would.
+
+Its class, its default attention (sdpa), no attention_mask (there is no padding, and an all-ones mask would only be
+inspected and dropped), labels of -100 outside the masked positions. Its head scores every position: that is what the
+class does.
+
+RoBERTa numbers positions from padding_idx + 1, so rows 0 and 1 of its position table are unused and row p + 2 is
+position p; its token type table has one row, which is zero in a copy of our weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import RobertaConfig, RobertaForMaskedLM
+
+from maelm_fast.batch import PackedBatch
+from maelm_fast.config import ModelConfig
+from maelm_fast.model.maelm import MaeLm
+
+PAD_ID = 1  # RoBERTa's; token ids fed to it must not contain it, or its positions shift
+_OFFSET = PAD_ID + 1
+
+
+def hugging_face_roberta(config: ModelConfig) -> RobertaForMaskedLM:
+    """RobertaForMaskedLM of our dimensions and dropout; our relative bias has no counterpart in it."""
+    return RobertaForMaskedLM(
+        RobertaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            intermediate_size=config.ffn_size,
+            max_position_embeddings=config.max_positions + _OFFSET,
+            type_vocab_size=1,
+            layer_norm_eps=config.layer_norm_eps,
+            hidden_dropout_prob=config.dropout,
+            attention_probs_dropout_prob=config.dropout,
+            pad_token_id=PAD_ID,
+        )
+    )
+
+
+def hugging_face_inputs(batch: PackedBatch) -> dict[str, Tensor]:
+    """input_ids and labels, (S, L) int64, of a standard-MLM batch whose sequences all have length L."""
+    sequences = len(batch.lengths)
+    labels = torch.full((batch.counts.original,), -100)
+    labels[batch.masked_index.long()] = batch.labels.long()
+    return {"input_ids": batch.visible_ids.long().view(sequences, -1), "labels": labels.view(sequences, -1)}
+
+
+@torch.no_grad()
+def copy_weights(ours: MaeLm, theirs: RobertaForMaskedLM) -> None:
+    """Gives `theirs` the weights of `ours`, which must have no decoder and no relative bias."""
+    encoder, head = ours.encoder, ours.head
+    embeddings = theirs.roberta.embeddings
+    vocab = ours.config.vocab_size
+    embeddings.word_embeddings.weight.copy_(encoder.token_table[:vocab])
+    embeddings.position_embeddings.weight.zero_()
+    embeddings.position_embeddings.weight[_OFFSET:].copy_(encoder.position_table)
+    embeddings.token_type_embeddings.weight.zero_()
+    embeddings.LayerNorm.load_state_dict(encoder.embedding_norm.state_dict())
+    for block, layer in zip(encoder.blocks, theirs.roberta.encoder.layer, strict=True):
+        projections = (layer.attention.self.query, layer.attention.self.key, layer.attention.self.value)
+        weights, biases = block.attention.qkv.weight.chunk(3), block.attention.qkv.bias.chunk(3)
+        for projection, weight, bias in zip(projections, weights, biases, strict=True):
+            projection.weight.copy_(weight)
+            projection.bias.copy_(bias)
+        layer.attention.output.dense.load_state_dict(block.attention.out.state_dict())
+        layer.attention.output.LayerNorm.load_state_dict(block.attention_norm.state_dict())
+        layer.intermediate.dense.load_state_dict(block.ffn_in.state_dict())
+        layer.output.dense.load_state_dict(block.ffn_out.state_dict())
+        layer.output.LayerNorm.load_state_dict(block.ffn_norm.state_dict())
+    theirs.lm_head.dense.load_state_dict(head.dense.state_dict())
+    theirs.lm_head.layer_norm.load_state_dict(head.norm.state_dict())
+    theirs.lm_head.decoder.bias.copy_(head.vocabulary_bias[:vocab])

@@ -1,0 +1,254 @@
+"""maelm-fast doctor: what this machine has, what is missing, and what is lost without it.
+
+It must work where the package cannot: only the standard library is imported until the required packages are known to be
+there, and versions are read from the installed packages' metadata.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import math
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from maelm_fast import __version__
+from maelm_fast.cli.common import OneLineParser
+
+PYTHON = (3, 11)
+TORCH = (2, 11)
+REQUIRED = (
+    "torch", "numpy", "pyarrow", "datasets", "tokenizers", "jsonargparse", "pyyaml", "rich", "safetensors", "zstandard",
+)  # fmt: skip
+OPTIONAL = {
+    "transformers": ("hf", "export to Hugging Face and its reload check"),
+    "accelerate": ("hf", "training an exported model with the Hugging Face Trainer"),
+    "matplotlib": ("plot", "'plot' and 'rank'"),
+}
+"""Package: the extra it belongs to, what is lost without it."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One finding. note: something is missing that is not required. fail: a required part is missing or broken."""
+
+    name: str
+    found: str
+    state: Literal["ok", "note", "fail"] = "ok"
+
+
+def main(argv: list[str]) -> int:
+    parser = OneLineParser(prog="maelm-fast doctor", description="Check what is installed and what can run here.")
+    parser.parse_args(argv)
+    sections = {"packages": package_rows()}
+    failed = [row for row in sections["packages"] if row.state == "fail"]
+    if not failed:
+        try:
+            sections |= {
+                "hardware": hardware_rows(),
+                "attention backends": backend_rows(),
+                "self-test": self_test_rows(),
+            }
+        except ImportError as error:  # installed, but broken
+            sections["import"] = [Row("import", _reason(error), "fail")]
+        failed = [row for rows in sections.values() for row in rows if row.state == "fail"]
+    show(sections)
+    print(f"not fine: {', '.join(row.name for row in failed)}" if failed else "all required parts are fine")
+    return 1 if failed else 0
+
+
+def package_rows() -> list[Row]:
+    """This package, Python, and every package that is used, required ones first."""
+    old = sys.version_info < PYTHON
+    python = platform.python_version() + (f": {_dotted(PYTHON)} or newer is needed" if old else "")
+    rows = [Row("maelm_fast", __version__), Row("Python", python, "fail" if old else "ok")]
+    for name in REQUIRED:
+        version = _version(name)
+        if version is None:
+            rows.append(Row(name, f'missing: pip install "{name}"', "fail"))
+        elif name == "torch" and _numbers(version) < TORCH:
+            remedy = f'pip install "torch>={_dotted(TORCH)}"'
+            rows.append(Row(name, f"{version}: {_dotted(TORCH)} or newer is needed: {remedy}", "fail"))
+        else:
+            rows.append(Row(name, version))
+    for name, (extra, purpose) in OPTIONAL.items():
+        missing = f'not installed; without it no {purpose}: pip install "maelm_fast[{extra}]"'
+        version = _version(name)
+        rows.append(Row(name, version or missing, "ok" if version else "note"))
+    triton = _version("triton")
+    rows.append(Row("triton", triton or "not installed; torch.compile on a GPU needs it, nothing else", _ok_if(triton)))
+    return rows
+
+
+def hardware_rows() -> list[Row]:
+    """What PyTorch was built for, the CPU, and the GPUs; also a GPU that PyTorch cannot use, and why."""
+    import torch
+
+    from maelm_fast.training.hardware import cpu_has_bf16, device_name
+
+    build = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda or 'none'}"
+    threads = f"{torch.get_num_threads()} threads of {os.cpu_count()} logical CPUs"
+    bf16 = "bf16 matrix instructions" if cpu_has_bf16() else "no bf16 matrix instructions (precision auto means fp32)"
+    rows = [
+        Row("PyTorch build", f"{build}; CPU code for {torch.backends.cpu.get_cpu_capability()}"),
+        Row("CPU", f"{device_name(torch.device('cpu'))}, {threads}, {bf16}"),
+    ]
+    present, driver = nvidia_smi()
+    for i in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(i)
+        what = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}"
+        rows.append(Row(f"GPU {i}", what + (f", driver {driver}" if driver else "")))
+    if not torch.cuda.is_available():
+        rows.append(Row("GPU", _why_no_gpu(present, driver), "note"))
+    return rows
+
+
+def nvidia_smi() -> tuple[list[str], str | None]:
+    """Names of the NVIDIA GPUs the driver sees, whatever PyTorch does, and the driver's version."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return [], None
+    query = [program, "--query-gpu=driver_version,name", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return [], None
+    cells = [line.split(", ", 1) for line in lines if ", " in line]
+    return [name for _, name in cells], cells[0][0] if cells else None
+
+
+def _why_no_gpu(present: list[str], driver: str | None) -> str:
+    import torch
+
+    if not present and torch.version.cuda is None:
+        return "none; training runs on the CPU"
+    seen = f"{', '.join(present) or 'none'} (driver {driver})" if driver else "none seen by a driver"
+    if torch.version.cuda is None:
+        return f"{seen}, but this PyTorch is a CPU build: install one with CUDA, see pytorch.org"
+    try:
+        torch.cuda.init()
+    except Exception as error:  # whatever it raises is the answer
+        return f"{seen}; PyTorch: {_reason(error)}"
+    return f"{seen}; PyTorch may use none of them (is CUDA_VISIBLE_DEVICES empty?)"
+
+
+def backend_rows() -> list[Row]:
+    """Every attention backend, tried on every device with a relative position bias, forward and backward."""
+    import torch
+
+    from maelm_fast import ops
+    from maelm_fast.batch import layout_of
+    from maelm_fast.ops.attention import BACKENDS
+
+    def attend(backend: str, device: str) -> str:
+        layout = layout_of((5, 3)).to(device)
+        q, k, v = (torch.randn(8, 2, 32, device=device, requires_grad=True) for _ in range(3))
+        bias = ops.PositionBias(torch.randn(2, 15, device=device, requires_grad=True))
+        ops.attention(q, k, v, ops.AttentionLayout(layout), bias, backend=backend).sum().backward()  # type: ignore[arg-type]
+        return f"runs on {device}"
+
+    rows = []
+    for backend in BACKENDS:
+        tried = [_tried(backend, functools.partial(attend, backend), device) for device in _devices()]
+        runs = any(row.state == "ok" for row in tried)
+        rows.append(Row(backend, "; ".join(row.found for row in tried), "ok" if runs else "note"))
+    return rows
+
+
+def self_test_rows() -> list[Row]:
+    """A forward and backward pass of a tiny MAE-LM on every device: loss and gradients must be finite."""
+    import numpy as np
+    import torch
+
+    from maelm_fast import presets
+    from maelm_fast.data.masking import Vocabulary, pack
+    from maelm_fast.model.maelm import MaeLm
+
+    smaller = {"vocab_size": 320, "num_layers": 2, "hidden_size": 64, "num_heads": 2}
+    config = presets.change(presets.tiny(), model=smaller)
+    vocabulary = Vocabulary(320, 319, (0, 1, 2, 3, 319))
+    sequences = [np.arange(4, 4 + n) for n in (32, 20)]
+    batch = pack(sequences, np.arange(2), np.zeros(2, np.int64), config.masking, vocabulary, 0, encoder_sees_mask=False)
+
+    def step(device: str) -> str:
+        start = time.perf_counter()
+        model = MaeLm(config.model).to(device)
+        loss, _ = model(batch.to(device))
+        mean = loss / batch.counts.masked
+        mean.backward()
+        norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).sum()
+        if not math.isfinite(mean.item() + norm.item()):
+            raise ArithmeticError(f"loss {mean.item()}, gradient norms' sum {norm.item()}: not finite")
+        return f"forward and backward fine: loss {mean.item():.2f} nats, {time.perf_counter() - start:.2f} s"
+
+    return [_tried(f"tiny model on {device}", step, device, failure="fail") for device in _devices()]
+
+
+def show(sections: dict[str, list[Row]]) -> None:
+    """A coloured table on a terminal, plain lines elsewhere or where rich is missing."""
+    if sys.stdout.isatty() and _version("rich"):
+        from rich import box
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+
+        mark = {"ok": "[green]ok[/]", "note": "[yellow]-[/]", "fail": "[red]fail[/]"}
+        table = Table(box=box.SIMPLE_HEAD, show_header=False)
+        for title, rows in sections.items():
+            table.add_row("", f"[bold]{title}[/]", "")
+            for row in rows:
+                table.add_row(mark[row.state], row.name, escape(row.found))
+            table.add_section()
+        Console().print(table)
+        return
+    width = max(len(row.name) for rows in sections.values() for row in rows)
+    for title, rows in sections.items():
+        print(title)
+        for row in rows:
+            print(f"  {row.state.replace('note', '-'):<5} {row.name:<{width}}  {row.found}")
+
+
+def _devices() -> list[str]:
+    import torch
+
+    return ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+
+
+def _tried(name: str, trial: Callable[[str], str], device: str, failure: Literal["note", "fail"] = "note") -> Row:
+    try:
+        return Row(name, trial(device))
+    except Exception as error:  # any failure is a finding
+        return Row(name, f"not on {device}: {_reason(error)}", failure)
+
+
+def _reason(error: Exception) -> str:
+    """The first line of the message, or the exception's name if it has none."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version, which compare as numbers: 2.9 is older than 2.11."""
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _ok_if(found: str | None) -> Literal["ok", "note"]:
+    return "ok" if found else "note"

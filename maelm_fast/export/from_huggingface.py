@@ -1,0 +1,264 @@
+"""Weights of a RoBERTa, BERT or MPNet checkpoint under our names, to start domain-adaptive pretraining from.
+
+    initial = read_checkpoint("roberta-base/")          # a local directory; nothing is downloaded
+    model = MaeLm(adapt(config, initial))               # adapt, load_initial: maelm_fast.training.initial
+    fresh = load_initial(model, initial)                # what the checkpoint does not have: the decoder
+
+The files are read as they are, without transformers. What differs from ours: queries, keys and values are separate;
+RoBERTa and MPNet count positions from 2 on; RoBERTa and BERT add a token type, whose row 0 is added to our positions.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from maelm_fast.config import ModelConfig, require
+from maelm_fast.errors import UserError
+from maelm_fast.model.maelm import MaeLm
+from maelm_fast.training.initial import Initial
+
+_ATTENTION = {
+    "q": "attention.self.query",
+    "k": "attention.self.key",
+    "v": "attention.self.value",
+    "attention.out": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+}
+_FEED_FORWARD = {"ffn_in": "intermediate.dense", "ffn_out": "output.dense", "ffn_norm": "output.LayerNorm"}
+_LM_HEAD = {
+    "dense": "lm_head.dense",
+    "norm": "lm_head.layer_norm",
+    "bias": "lm_head.bias",
+    "decoder": "lm_head.decoder",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a Hugging Face architecture names and lays out what we have. layer, head: our name to theirs."""
+
+    layer: dict[str, str]
+    head: dict[str, str]
+    first_position: int
+    """Row of the position table where a sequence's first token is."""
+    token_types: bool
+    relative_bias: str | None = None
+
+
+FAMILIES = {
+    "roberta": Family(_ATTENTION | _FEED_FORWARD, _LM_HEAD, 2, token_types=True),
+    "bert": Family(
+        _ATTENTION | _FEED_FORWARD,
+        {
+            "dense": "cls.predictions.transform.dense",
+            "norm": "cls.predictions.transform.LayerNorm",
+            "bias": "cls.predictions.bias",
+            "decoder": "cls.predictions.decoder",
+        },
+        0,
+        token_types=True,
+    ),
+    "mpnet": Family(
+        {
+            "q": "attention.attn.q",
+            "k": "attention.attn.k",
+            "v": "attention.attn.v",
+            "attention.out": "attention.attn.o",
+            "attention_norm": "attention.LayerNorm",
+            **_FEED_FORWARD,
+        },
+        _LM_HEAD,
+        2,
+        token_types=False,
+        relative_bias="encoder.relative_attention_bias.weight",
+    ),
+}
+
+
+def read_checkpoint(path: str | Path) -> Initial:
+    """Reads config.json, model.safetensors (or pytorch_model.bin, without running code in it) and, for the vocabulary,
+    tokenizer.json of a directory. Weights come out in fp32; the LM head is among them if the checkpoint has one.
+
+    Raises UserError if that is no checkpoint of a supported architecture, or one our encoder cannot hold exactly."""
+    path = Path(path)
+    require(path.is_dir(), f"{path}: not a directory; give a local directory with config.json and model.safetensors")
+    data = _read_config(path / "config.json")
+    kind = data["model_type"]
+    fields = _model_fields(path, data, FAMILIES[kind])
+    tensors = _read_weights(path)
+    has_head = any(name.startswith(("lm_head.", "cls.predictions.")) for name in tensors)
+    try:
+        state = _translate(tensors, kind, fields, has_head)
+    except KeyError as missing:
+        raise UserError(f"{path}: the checkpoint has no tensor {missing}; it is no complete {kind} encoder") from None
+    except RuntimeError as error:
+        raise UserError(f"{path}: a tensor's shape does not fit config.json ({str(error).splitlines()[0]})") from None
+    _check_shapes(path, state, fields, has_head)
+    return Initial(fields, state, _vocabulary(path / "tokenizer.json"), str(path))
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{file.parent}: no config.json; give the directory of a Hugging Face checkpoint") from None
+    except (OSError, ValueError):
+        raise UserError(f"{file}: cannot be read as JSON") from None
+    require(isinstance(data, dict), f"{file}: not the configuration of a model")
+    kind, known = data.get("model_type"), ", ".join(FAMILIES)
+    require(kind in FAMILIES, f"{file}: model_type {kind!r} is not supported; supported: {known}")
+    activation, positions = data.get("hidden_act", "gelu"), data.get("position_embedding_type", "absolute")
+    require(activation == "gelu", f"{file}: hidden_act is {activation!r}; our blocks compute 'gelu' (exact) only")
+    require(
+        positions == "absolute",
+        f"{file}: position_embedding_type is {positions!r}; only 'absolute' has a counterpart in our encoder",
+    )
+    for flag in ("is_decoder", "add_cross_attention", "is_encoder_decoder"):
+        require(not data.get(flag), f"{file}: {flag} is set; only encoders can be read")
+    return data
+
+
+def _model_fields(path: Path, data: dict[str, Any], family: Family) -> dict[str, Any]:
+    names = {
+        "vocab_size": "vocab_size",
+        "max_positions": "max_position_embeddings",
+        "hidden_size": "hidden_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "ffn_size": "intermediate_size",
+    }
+    for theirs in names.values():
+        value = data.get(theirs)
+        require(
+            isinstance(value, int) and value > 0,
+            f"{path / 'config.json'}: {theirs} must be a positive number, not {value}",
+        )
+    fields = {ours: data[theirs] for ours, theirs in names.items()}
+    fields["max_positions"] -= family.first_position
+    fields["layer_norm_eps"] = data.get("layer_norm_eps", 1e-12)  # what all three classes take if the file is silent
+    fields["relative_bias"] = "none"
+    if family.relative_bias:
+        buckets = data.get("relative_attention_num_buckets", 32)
+        require(
+            buckets == 32,
+            f"{path / 'config.json'}: relative_attention_num_buckets is {buckets}, but MPNet's buckets are fixed at 32",
+        )
+        fields |= {"relative_bias": "t5", "relative_buckets": 32, "relative_max_distance": 128}
+    elif family.first_position and data.get("pad_token_id", 1) != 1:
+        raise UserError(f"{path / 'config.json'}: pad_token_id is {data['pad_token_id']}; RoBERTa's own, 1, is needed")
+    return fields
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    safe, pickled = path / "model.safetensors", path / "pytorch_model.bin"
+    if safe.exists():
+        try:
+            return load_file(safe)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{safe}: cannot be read ({error})") from None
+    sharded = any(path.glob("*.index.json"))
+    require(not sharded, f"{path}: the weights are split over several files; save them again as one model.safetensors")
+    require(pickled.exists(), f"{path}: neither model.safetensors nor pytorch_model.bin is there")
+    try:
+        tensors = torch.load(pickled, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError):
+        raise UserError(f"{pickled}: damaged or not only tensors; save the model again as model.safetensors") from None
+    plain = isinstance(tensors, dict) and all(isinstance(tensor, Tensor) for tensor in tensors.values())
+    require(plain, f"{pickled}: not a table of tensors; save the model again as model.safetensors")
+    return dict(tensors)
+
+
+def _vocabulary(file: Path) -> dict[str, int] | None:
+    if not file.exists():
+        return None
+    try:
+        return Tokenizer.from_file(str(file)).get_vocab()
+    except Exception:  # the library raises bare Exception
+        raise UserError(f"{file}: not a tokenizer.json of the tokenizers library; mend or remove it") from None
+
+
+def _translate(tensors: dict[str, Tensor], kind: str, fields: dict[str, Any], has_head: bool) -> dict[str, Tensor]:
+    """Their tensors under our names. KeyError names a missing one."""
+    family = FAMILIES[kind]
+    old_names = {".gamma": ".weight", ".beta": ".bias"}  # LayerNorms of checkpoints converted from TensorFlow
+    for old, new in old_names.items():
+        tensors = {name.removesuffix(old) + new if name.endswith(old) else name: t for name, t in tensors.items()}
+    prefix = f"{kind}." if any(name.startswith(f"{kind}.") for name in tensors) else ""
+    used = set()
+
+    def take(name: str) -> Tensor:
+        used.add(name)
+        return tensors[name].float()
+
+    state = {
+        "encoder.token_table": take(f"{prefix}embeddings.word_embeddings.weight"),
+        "encoder.position_table": take(f"{prefix}embeddings.position_embeddings.weight")[family.first_position :],
+    }
+    if family.token_types:
+        types = take(f"{prefix}embeddings.token_type_embeddings.weight")
+        state["encoder.position_table"] = state["encoder.position_table"] + types[0]
+    for part in ("weight", "bias"):
+        state[f"encoder.embedding_norm.{part}"] = take(f"{prefix}embeddings.LayerNorm.{part}")
+    if family.relative_bias:
+        state["encoder.relative_bias.weight"] = take(prefix + family.relative_bias)
+    for i in range(fields["num_layers"]):
+        state |= _layer(family, f"encoder.blocks.{i}.", f"{prefix}encoder.layer.{i}.", take)
+    left = {name for name in tensors if name.startswith((f"{prefix}embeddings.", f"{prefix}encoder."))} - used
+    for name in sorted(left - {f"{prefix}embeddings.position_ids", f"{prefix}embeddings.token_type_ids"}):
+        raise UserError(f"the checkpoint's tensor {name} has no place in our encoder; it is no plain {kind} model")
+    if has_head:
+        state |= _head(tensors, family, take, state["encoder.token_table"])
+    padding = -state["encoder.token_table"].shape[0] % 64
+    for name in ("encoder.token_table", "head.vocabulary_bias"):
+        if name in state:
+            t = state[name]
+            state[name] = torch.cat([t, t.new_zeros(padding, *t.shape[1:])])
+    return state
+
+
+def _layer(family: Family, ours: str, theirs: str, take: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    state = {}
+    for part in ("weight", "bias"):
+        state[f"{ours}attention.qkv.{part}"] = torch.cat([take(f"{theirs}{family.layer[x]}.{part}") for x in "qkv"])
+        for name in ("attention.out", "attention_norm", "ffn_in", "ffn_out", "ffn_norm"):
+            state[f"{ours}{name}.{part}"] = take(f"{theirs}{family.layer[name]}.{part}")
+    return state
+
+
+def _head(tensors: dict[str, Tensor], family: Family, take: Callable[[str], Tensor],
+          table: Tensor) -> dict[str, Tensor]:
+    names = family.head
+    projection = tensors.get(f"{names['decoder']}.weight", table)
+    require(
+        torch.equal(projection.float(), table),
+        f"the LM head's {names['decoder']}.weight is not the token table; our head is tied to it: save the model "
+        "without its head",
+    )
+    state = {f"head.{n}.{part}": take(f"{names[n]}.{part}") for n in ("dense", "norm") for part in ("weight", "bias")}
+    bias = names["bias"] if names["bias"] in tensors else f"{names['decoder']}.bias"
+    return state | {"head.vocabulary_bias": take(bias)}
+
+
+def _check_shapes(path: Path, state: dict[str, Tensor], fields: dict[str, Any], has_head: bool) -> None:
+    with torch.device("meta"):
+        expected = MaeLm(ModelConfig(**fields, decoder="none")).state_dict()
+    for name, tensor in expected.items():
+        if name.startswith("head.") and not has_head:
+            continue
+        found = tuple(state[name].shape)
+        require(
+            found == tuple(tensor.shape),
+            f"{path}: config.json does not fit the weights: {name} has shape {found}, not {tuple(tensor.shape)}",
+        )

@@ -1,0 +1,229 @@
+"""A run's model as a Hugging Face directory, reloaded and compared with ours before it is there at all.
+
+    report = export(load_run("runs/base"), Path("exported"))       # format "auto"
+
+own         our network as remote code (modeling_maelm.py travels along): encoder, decoder and head; always exact
+mpnet       stock MPNet, when the bias is t5 with 32 buckets up to distance 128
+roberta     stock RoBERTa, when there is no bias
+layoutlmv3  stock LayoutLMv3 without boxes and images, for any t5 bias; on request only
+
+A stock format holds the encoder; of a run without decoder it holds the LM head too, which then sits on the encoder.
+The token table is written without its padding rows: one row per token of the tokenizer, which is what len(tokenizer)
+and config.vocab_size are taken to mean there; a padding row would be a token that fill-mask could answer with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from maelm_fast.config import ModelConfig, require
+from maelm_fast.data.tokenizer import LEADING_SPECIALS, MASK_TOKEN
+from maelm_fast.errors import UserError
+from maelm_fast.export.compare import Differences, compare_model, compare_tokenizer
+from maelm_fast.export.mapping import own_fields, own_state, stock_fields, stock_state
+from maelm_fast.training.files import write_directory, write_json
+from maelm_fast.training.rundir import LoadedRun
+
+FORMATS = ("auto", "own", "mpnet", "roberta", "layoutlmv3")
+CODE = Path(__file__).with_name("modeling_maelm.py")
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was written, and how far it is, read back, from ours. architecture: the class in config.json."""
+
+    out: Path
+    format: str
+    architecture: str
+    step: int
+    files: tuple[str, ...]
+    differences: Differences
+
+
+def choose_format(config: ModelConfig, format: str = "auto") -> str:
+    """The format "auto" stands for, or `format` itself if it can hold the model exactly. UserError if it cannot."""
+    require(format in FORMATS, f"unknown format '{format}'; there are: {', '.join(FORMATS)}")
+    bias, setting = config.relative_bias, (config.relative_buckets, config.relative_max_distance)
+    stock = "roberta" if bias == "none" else "mpnet" if bias == "t5" and setting == (32, 128) else None
+    if format == "auto":
+        return stock or "own"
+    advice = f"use {stock or 'own'}"
+    if format == "roberta":
+        require(bias == "none", f"format roberta has no relative position bias, and the model has one: {advice}")
+    if format in ("mpnet", "layoutlmv3"):
+        require(bias != "none", f"format {format} has a relative position bias, and the model has none: {advice}")
+        require(
+            bias != "released",
+            f"format {format} knows the t5 bucket rule only, and the model has model.relative_bias=released: {advice}",
+        )
+    if format == "mpnet":
+        require(
+            stock == "mpnet",
+            f"format mpnet has 32 buckets up to distance 128, whatever its config says, and the model has {setting[0]} "
+            f"up to {setting[1]}: use own or layoutlmv3",
+        )
+    if format == "layoutlmv3":
+        require(config.hidden_size % 2 == 0, "format layoutlmv3 needs an even model.hidden_size: use own")
+    return format
+
+
+def export(run: LoadedRun, out: Path, format: str = "auto") -> ExportReport:
+    """Writes config.json, model.safetensors, the tokenizer and README.md to `out`, which must be new or empty.
+
+    `out` is complete, and its model read back equals ours, or it is not there. Raises UserError if the format cannot
+    hold the model, if what was written differs, if transformers is missing, or if `out` cannot be written."""
+    transformers = _require_transformers()
+    chosen = choose_format(run.config.model, format)
+    tokens, rows = run.tokenizer.get_vocab_size(), run.config.model.vocab_size
+    require(tokens == rows, f"the tokenizer has {tokens} tokens but the model {rows}: it is not this run's tokenizer")
+    require(
+        not out.exists() or (out.is_dir() and not any(out.iterdir())),
+        f"{out}: exists already; name another directory, or remove it first",
+    )
+    architecture, differences = "", None
+
+    def fill(aside: Path) -> None:
+        nonlocal architecture, differences
+        architecture = _write_model(transformers, run, aside, chosen)
+        _write_tokenizer(transformers, run, aside)
+        (aside / "README.md").write_text(_card(run, chosen, architecture), encoding="utf-8")
+        compare_tokenizer(transformers, run.tokenizer, aside)
+        differences = compare_model(transformers, run.model, aside, remote_code=chosen == "own")
+
+    try:
+        with _quiet(transformers):
+            write_directory(out, fill)
+    except OSError as error:
+        raise UserError(f"{error.filename or out}: {error.strerror or error}; nothing was exported") from None
+    except SafetensorError as error:
+        raise UserError(f"{out}: the weights cannot be written ({error}); nothing was exported") from None
+    assert differences is not None
+    files = tuple(sorted(file.name for file in out.iterdir()))
+    return ExportReport(out, chosen, architecture, run.step, files, differences)
+
+
+def _require_transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise UserError('export needs transformers: pip install "maelm_fast[hf]"') from None
+    return transformers
+
+
+@contextlib.contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Without transformers' progress bars and its report of weights that a class without pooler lacks."""
+    logging = transformers.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _write_model(transformers: Any, run: LoadedRun, out: Path, format: str) -> str:
+    """Writes config.json and model.safetensors, and returns the class they are of."""
+    if format == "own":
+        from maelm_fast.export.modeling_maelm import MaeLmConfig, MaeLmForMaskedLM
+
+        model: Any = MaeLmForMaskedLM(MaeLmConfig(**own_fields(run.config.model, run.model.mask_id)))
+        state = own_state(run.model)
+        shutil.copyfile(CODE, out / CODE.name)
+    else:
+        with_head = format != "layoutlmv3" and run.config.model.decoder == "none"
+        prefix = {"mpnet": "MPNet", "roberta": "Roberta", "layoutlmv3": "LayoutLMv3"}[format]
+        config = getattr(transformers, f"{prefix}Config")(**stock_fields(run.config.model, format))
+        if with_head:
+            model = getattr(transformers, f"{prefix}ForMaskedLM")(config)
+        else:
+            options = {} if format == "layoutlmv3" else {"add_pooling_layer": False}
+            model = getattr(transformers, f"{prefix}Model")(config, **options)
+        state = stock_state(run.model, format, f"{format}." if with_head else "")
+    model.load_state_dict(state, strict=True)
+    model.save_pretrained(out)
+    return type(model).__name__
+
+
+def _write_tokenizer(transformers: Any, run: LoadedRun, out: Path) -> None:
+    bos, pad, eos, unk = LEADING_SPECIALS
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=run.tokenizer,
+        model_max_length=run.config.model.max_positions,
+        model_input_names=["input_ids", "attention_mask"],  # no token types
+        bos_token=bos,
+        cls_token=bos,
+        pad_token=pad,
+        eos_token=eos,
+        sep_token=eos,
+        unk_token=unk,
+        mask_token=MASK_TOKEN,
+    )
+    tokenizer.save_pretrained(out)
+    file = out / "tokenizer_config.json"  # the name that every version of transformers knows
+    fields = json.loads(file.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    write_json(file, fields)
+
+
+_USE = {
+    "own": """The architecture is not part of transformers; its code is `modeling_maelm.py` beside this file, so
+`trust_remote_code=True` is needed. Classes: AutoModel (encoder), AutoModelForMaskedLM (the whole pretraining network,
+for fill-mask), AutoModelForSequenceClassification, AutoModelForQuestionAnswering.""",
+    "layoutlmv3": """A text encoder in the LayoutLMv3 class: no boxes, no images; their tables are zeros. Loads with
+AutoModel and with the classes for fine-tuning.""",
+}
+_USE_STOCK = """Loads with AutoModel and with the classes for fine-tuning. A pooler, where a class has one, is not part
+of the pretrained model and starts from random values."""
+
+
+def _card(run: LoadedRun, format: str, architecture: str) -> str:
+    """The model card: what the run's own files say, nothing else."""
+    model, masking = run.config.model, run.config.masking
+    bias = "none"
+    if model.relative_bias != "none":
+        bias = f"{model.relative_bias}, {model.relative_buckets} buckets up to distance {model.relative_max_distance}"
+    decoder = "none: the encoder itself was trained on [MASK], as RoBERTa is"
+    if model.decoder != "none":
+        decoder = f"{model.decoder}, {model.decoder_layers} layers, used in pretraining only"
+    rows = {
+        "architecture": architecture,
+        "encoder": f"{model.num_layers} layers of {model.hidden_size}, {model.num_heads} heads, "
+        f"feed-forward {model.ffn_size}",
+        "positions": f"{model.max_positions}, learned",
+        "relative position bias": bias,
+        "decoder": decoder,
+        "vocabulary": f"{model.vocab_size} tokens, byte-level BPE",
+        "masking": f"{masking.rate:g} of the tokens, policy {masking.policy}",
+        "preset": run.record.preset,
+        "data": Path(run.record.data).name,
+        "checkpoint": f"update {run.step} of {run.config.optim.max_steps}, batches of {run.config.optim.batch_size}",
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    objective = "MAE-LM (arXiv 2302.02060): masked tokens are removed from its input and predicted by a decoder"
+    if model.decoder == "none":
+        objective = "masked language modelling"
+    return f"""---
+library_name: transformers
+pipeline_tag: {"fill-mask" if architecture.endswith("ForMaskedLM") else "feature-extraction"}
+tags: [maelm_fast]
+---
+
+A text encoder pretrained with maelm_fast by {objective}.
+
+| | |
+|---|---|
+{table}
+
+{_USE.get(format, _USE_STOCK)}
+"""

@@ -1,0 +1,145 @@
+"""Our configuration and parameters as the Hugging Face classes want them. Names of stock classes: from_huggingface.
+
+What differs from ours: vocabulary tables have no padding rows; RoBERTa and MPNet count positions from 2 on, so two rows
+of zeros come first; token types and LayoutLMv3's boxes add zeros; queries, keys and values are separate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maelm_fast.config import ModelConfig
+from maelm_fast.data.tokenizer import BOS, EOS, PAD
+from maelm_fast.export.from_huggingface import FAMILIES, Family
+from maelm_fast.model.maelm import MaeLm
+
+
+def _common_fields(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "intermediate_size": config.ffn_size,
+        "hidden_dropout_prob": config.dropout,
+        "attention_probs_dropout_prob": config.dropout,
+        "layer_norm_eps": config.layer_norm_eps,
+        "initializer_range": config.init_std,
+        "bos_token_id": BOS,
+        "pad_token_id": PAD,
+        "eos_token_id": EOS,
+    }
+
+
+def own_fields(config: ModelConfig, mask_id: int) -> dict[str, Any]:
+    """Arguments of MaeLmConfig; auto_map says which class each AutoModel finds in the code beside it."""
+    names = ("relative_bias", "relative_buckets", "relative_max_distance", "decoder_layers", "decoder_relative_bias")
+    classes = {
+        "AutoConfig": "MaeLmConfig",
+        "AutoModel": "MaeLmModel",
+        "AutoModelForMaskedLM": "MaeLmForMaskedLM",
+        "AutoModelForSequenceClassification": "MaeLmForSequenceClassification",
+        "AutoModelForQuestionAnswering": "MaeLmForQuestionAnswering",
+    }
+    return {
+        **_common_fields(config),
+        **{name: getattr(config, name) for name in names},
+        "decoder_kind": config.decoder,
+        "max_position_embeddings": config.max_positions,
+        "mask_token_id": mask_id,
+        "auto_map": {auto: f"modeling_maelm.{name}" for auto, name in classes.items()},
+    }
+
+
+def own_state(model: MaeLm) -> dict[str, Tensor]:
+    """For MaeLmForMaskedLM: our parameters, and the bucket tables, which we do not store and it does."""
+    vocab = model.config.vocab_size
+    renamed = {"token_table": "token_embedding.weight", "position_table": "position_embedding.weight"}
+    state = {}
+    for name, tensor in (*model.state_dict().items(), *model.named_buffers()):
+        if name.endswith("vocabulary_bias"):
+            state["head.projection.bias"] = tensor[:vocab]
+        elif name.endswith("_table"):
+            stack, table = name.split(".")
+            state[f"{stack}.{renamed[table]}"] = tensor[:vocab] if table == "token_table" else tensor
+        else:
+            state[name] = tensor
+    return state | {"head.projection.weight": state["encoder.token_embedding.weight"]}
+
+
+def stock_fields(config: ModelConfig, format: str) -> dict[str, Any]:
+    """Arguments of the stock configuration class."""
+    fields = _common_fields(config)
+    fields["max_position_embeddings"] = config.max_positions + _family(format).first_position
+    if format == "mpnet":
+        fields["relative_attention_num_buckets"] = config.relative_buckets
+    else:
+        fields["type_vocab_size"] = 1
+    if format == "layoutlmv3":
+        coordinate = -(-config.hidden_size // 6)  # four of them and two shapes fill the hidden size
+        fields |= {
+            "has_relative_attention_bias": True,
+            "rel_pos_bins": config.relative_buckets,
+            "max_rel_pos": config.relative_max_distance,
+            "has_spatial_attention_bias": False,
+            "visual_embed": False,
+            "max_2d_position_embeddings": 1,
+            "coordinate_size": coordinate,
+            "shape_size": config.hidden_size // 2 - 2 * coordinate,
+        }
+    return fields
+
+
+def _family(format: str) -> Family:
+    return FAMILIES["roberta" if format == "layoutlmv3" else format]  # LayoutLMv3 took RoBERTa's names
+
+
+def stock_state(model: MaeLm, format: str, prefix: str) -> dict[str, Tensor]:
+    """Our tensors under the names of a stock class. prefix: of the encoder's names if there is a head, else empty."""
+    config, family, encoder = model.config, _family(format), model.encoder
+    positions, table = encoder.position_table.detach(), encoder.token_table.detach()[: config.vocab_size]
+    unused = positions.new_zeros(family.first_position, config.hidden_size)
+    state = {
+        "embeddings.word_embeddings.weight": table,
+        "embeddings.position_embeddings.weight": torch.cat([unused, positions]),
+        **_parts("embeddings.LayerNorm", encoder.embedding_norm),
+    }
+    if family.token_types:
+        state["embeddings.token_type_embeddings.weight"] = table.new_zeros(1, config.hidden_size)
+    if encoder.relative_bias is not None:
+        bias = encoder.relative_bias.weight.detach()
+        if format == "layoutlmv3":  # which divides the bias, too, by the root of the head's width
+            state["encoder.rel_pos_bias.weight"] = bias.t().contiguous() * config.head_dim**0.5
+        else:
+            state["encoder.relative_attention_bias.weight"] = bias
+    if format == "layoutlmv3":
+        fields = stock_fields(config, format)
+        for axis, width in (("x", "coordinate"), ("y", "coordinate"), ("h", "shape"), ("w", "shape")):
+            state[f"embeddings.{axis}_position_embeddings.weight"] = table.new_zeros(1, fields[f"{width}_size"])
+    for i, block in enumerate(encoder.blocks):
+        theirs = f"encoder.layer.{i}."
+        for name in ("attention.out", "attention_norm", "ffn_in", "ffn_out", "ffn_norm"):
+            state |= _parts(theirs + family.layer[name], block.get_submodule(name))
+        qkv: Any = block.get_submodule("attention.qkv")
+        for part in ("weight", "bias"):
+            for name, tensor in zip("qkv", getattr(qkv, part).detach().chunk(3), strict=True):
+                state[f"{theirs}{family.layer[name]}.{part}"] = tensor
+    if not prefix:
+        return state
+    head, names = model.head, family.head
+    vocabulary_bias = head.vocabulary_bias.detach()[: config.vocab_size]
+    return {
+        **{prefix + name: tensor for name, tensor in state.items()},
+        **_parts(names["dense"], head.dense),
+        **_parts(names["norm"], head.norm),
+        names["bias"]: vocabulary_bias,
+        f"{names['decoder']}.bias": vocabulary_bias,
+        f"{names['decoder']}.weight": table,
+    }
+
+
+def _parts(theirs: str, module: torch.nn.Module) -> dict[str, Tensor]:
+    return {f"{theirs}.{part}": tensor for part, tensor in module.state_dict().items()}

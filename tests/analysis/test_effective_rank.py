@@ -1,0 +1,252 @@
+"""Ranks against exact singular values, the streamed sum against the whole, and what is counted under which input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from maelm_fast import presets
+from maelm_fast.analysis.effective_rank import (
+    LEADING_VALUES,
+    REPORT_FILE,
+    GramMatrix,
+    RankReport,
+    effective_ranks,
+    encoder_inputs,
+    measure,
+    rank_at,
+)
+from maelm_fast.batch import PackedBatch
+from maelm_fast.cli import rank as rank_command
+from maelm_fast.config import MaskingConfig, ModelConfig
+from maelm_fast.data.masking import Vocabulary, pack
+from maelm_fast.data.token_store import TokenStore
+from maelm_fast.errors import UserError
+from maelm_fast.model.maelm import MaeLm
+from maelm_fast.training.rundir import RunDir, load_run
+
+VOCABULARY = Vocabulary(64, 63, (0, 1, 2, 3, 63))
+LENGTHS = (20, 12, 7, 20)
+
+
+def small_model(decoder: str) -> ModelConfig:
+    return presets.change(
+        presets.tiny(),
+        model={"vocab_size": 64, "max_positions": 20, "hidden_size": 16, "num_layers": 2, "num_heads": 2,
+               "ffn_size": 32, "decoder": decoder, "decoder_relative_bias": False},
+    ).model  # fmt: skip
+
+
+def batch_of(lengths: tuple[int, ...], first: int = 0, policy: str = "mask", sees_mask: bool = True) -> PackedBatch:
+    generator = np.random.default_rng(first)
+    rows = [generator.integers(4, 63, n) for n in lengths]
+    samples = np.arange(first, first + len(rows))
+    masking = MaskingConfig(policy=policy)  # type: ignore[arg-type]
+    return pack(rows, samples, np.zeros(len(rows), np.int64), masking, VOCABULARY, 0, sees_mask)
+
+
+def gram_of(hidden: Tensor) -> GramMatrix:
+    gram = GramMatrix(hidden.shape[1])
+    gram.add(hidden)
+    return gram
+
+
+def exact_rank(hidden: Tensor, tau: float) -> int:
+    squared = torch.linalg.svdvals(hidden.double()) ** 2
+    share = squared.cumsum(0) / squared.sum()
+    return int((share < tau).sum()) + 1
+
+
+@pytest.mark.parametrize("tau", [0.1, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("tokens", [300, 24, 5])
+def test_ranks_are_those_of_the_exact_singular_values(tau: float, tokens: int) -> None:
+    scale = torch.logspace(0, -2, 24, dtype=torch.float64)
+    hidden = torch.randn(tokens, 24, dtype=torch.float64) * scale
+    gram = gram_of(hidden)
+    assert rank_at(gram.squared_singular_values(), tau) == exact_rank(hidden, tau)
+    expected = torch.zeros(24, dtype=torch.float64)
+    expected[: min(tokens, 24)] = torch.linalg.svdvals(hidden) ** 2
+    torch.testing.assert_close(gram.squared_singular_values(), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8])
+def test_tau_1_gives_the_true_rank_of_a_low_rank_matrix(rank: int) -> None:
+    hidden = torch.randn(200, rank, dtype=torch.float64) @ torch.randn(rank, 16, dtype=torch.float64)
+    squared = gram_of(hidden).squared_singular_values()
+    assert rank_at(squared, 1.0) == rank
+    assert bool((squared[rank:] == 0).all())
+
+
+@pytest.mark.parametrize(
+    ("squared", "tau", "rank"),
+    [
+        ([1.0] * 10, 0.9, 9),  # exactly nine tenths: reached
+        ([1.0] * 10, 0.9001, 10),
+        ([1.0] * 10, 1.0, 10),
+        ([1.0] * 10, 1e-12, 1),
+        ([9.0, 1.0], 0.9, 1),
+        ([8.0, 1.0, 1.0], 0.9, 2),
+        ([5.0, 0.0, 0.0], 1.0, 1),
+        ([0.0, 0.0], 0.9, 0),
+    ],
+)
+def test_rank_at_the_edges_of_tau(squared: list[float], tau: float, rank: int) -> None:
+    assert rank_at(torch.tensor(squared, dtype=torch.float64), tau) == rank
+
+
+@pytest.mark.parametrize("tau", [0.0, -0.1, 1.1, float("nan")])
+def test_a_tau_outside_its_range_is_refused(tau: float) -> None:
+    with pytest.raises(UserError, match="tau must lie"):
+        rank_at(torch.ones(3), tau)
+
+
+def test_nearly_constant_features_have_rank_one_and_no_negative_values() -> None:
+    hidden = torch.full((1000, 32), 3.0, dtype=torch.float64) + 1e-9 * torch.randn(1000, 32, dtype=torch.float64)
+    gram = gram_of(hidden)
+    assert float(torch.linalg.eigvalsh(gram.matrix).min()) < 1e-9  # nothing but rounding
+    squared = gram.squared_singular_values()
+    assert bool((squared >= 0).all())
+    assert rank_at(squared, 0.999) == 1
+
+
+def test_it_is_not_centred() -> None:
+    hidden = torch.randn(500, 8, dtype=torch.float64) + 100.0
+    assert rank_at(gram_of(hidden).squared_singular_values(), 0.9) == 1
+
+
+def test_streamed_batches_equal_the_whole() -> None:
+    hidden = torch.randn(100, 12)
+    parts = GramMatrix(12)
+    for part in hidden.split([1, 40, 0, 59]):
+        parts.add(part)
+    assert parts.tokens == 100
+    torch.testing.assert_close(parts.matrix, hidden.double().T @ hidden.double(), rtol=1e-12, atol=1e-12)
+
+
+def test_what_the_encoder_gets_under_each_input() -> None:
+    seen, removed = batch_of(LENGTHS), batch_of(LENGTHS, sees_mask=False)
+    with_mask, without_mask, visible = encoder_inputs(seen, VOCABULARY.mask_id, removes_mask=True)
+    assert with_mask.ids.tolist() == seen.visible_ids.tolist()
+    rows = with_mask.counted["mask_positions"]
+    assert rows is not None
+    assert rows.nonzero().ravel().tolist() == seen.masked_index.tolist()
+    generator = np.random.default_rng(0)
+    original = [token for n in LENGTHS for token in generator.integers(4, 63, n).tolist()]
+    assert without_mask.ids.tolist() == original
+    assert without_mask.layout is with_mask.layout
+    assert visible.ids.tolist() == removed.visible_ids.tolist()
+    assert visible.layout.positions.tolist() == removed.visible_positions.tolist()
+    assert visible.layout.lengths == removed.lengths
+
+
+def test_under_the_bert_policy_only_mask_tokens_count_as_mask() -> None:
+    batch = batch_of((20,) * 8, policy="bert")
+    with_mask, _, visible = encoder_inputs(batch, VOCABULARY.mask_id, removes_mask=True)
+    rows = with_mask.counted["mask_positions"]
+    assert rows is not None
+    shown_as_mask = int(rows.sum())
+    assert 0 < shown_as_mask < batch.counts.masked
+    assert visible.ids.tolist() == batch_of((20,) * 8, policy="bert", sees_mask=False).visible_ids.tolist()
+
+
+@pytest.mark.parametrize("decoder", ["none", "self"])
+def test_tokens_counted_and_ranks_equal_those_of_the_collected_states(decoder: str) -> None:
+    model = MaeLm(small_model(decoder))
+    batches = [batch_of(LENGTHS), batch_of((20, 20), first=4)]
+    results = {entry.name: entry for entry in effective_ranks(model, batches, tau=0.8)}
+    original = sum(batch.counts.original for batch in batches)
+    masked = sum(batch.counts.masked for batch in batches)
+    tokens = {name: entry.tokens for name, entry in results.items()}
+    expected = {"with_mask": original, "without_mask": original, "mask_positions": masked}
+    assert tokens == (expected if decoder == "none" else {**expected, "visible": original - masked})
+
+    states: list[list[Tensor]] = []
+    with torch.no_grad():
+        for batch in batches:
+            model.eval().encoder(batch.visible_ids, batch.visible, layers=(layers := []))
+            states.append(layers)
+    for layer in range(model.config.num_layers + 1):
+        whole = torch.cat([layers[layer] for layers in states])
+        is_mask = torch.cat([batch.visible_ids == VOCABULARY.mask_id for batch in batches])
+        assert results["with_mask"].ranks[layer] == exact_rank(whole, 0.8)
+        assert results["mask_positions"].ranks[layer] == exact_rank(whole[is_mask], 0.8)
+        singular = torch.linalg.svdvals(whole.double())
+        expected_values = (singular / singular.square().sum().sqrt())[:LEADING_VALUES]
+        torch.testing.assert_close(
+            torch.tensor(results["with_mask"].singular_values[layer]), expected_values.float(), rtol=1e-4, atol=1e-5
+        )
+
+
+def test_the_model_is_left_in_the_mode_it_was_in_and_dropout_is_off() -> None:
+    model = MaeLm(small_model("none")).train()
+    model.encoder.dropout_p = 0.5
+    first, second = (effective_ranks(model, [batch_of(LENGTHS)]) for _ in range(2))
+    assert model.training
+    assert first == second
+
+
+def test_batches_without_mask_in_the_encoder_are_refused() -> None:
+    with pytest.raises(UserError, match="encoder_sees_mask=True"):
+        effective_ranks(MaeLm(small_model("self")), [batch_of(LENGTHS, sees_mask=False)])
+
+
+def test_short_sequences_without_a_masked_token_have_rank_0() -> None:
+    entries = {entry.name: entry for entry in effective_ranks(MaeLm(small_model("none")), [batch_of((2, 1))])}
+    assert entries["mask_positions"].tokens == 0
+    assert entries["mask_positions"].ranks == [0, 0, 0]
+
+
+def test_a_report_comes_back_as_it_was_written(make_run: Callable[..., RunDir], store: Path, tmp_path: Path) -> None:
+    run = make_run()
+    report = measure(load_run(run.path), TokenStore(store, "validation"), samples=8)
+    report.write(tmp_path / "out" / REPORT_FILE)
+    assert RankReport.read(tmp_path / "out" / REPORT_FILE) == report
+    assert not report.centred
+    assert report.samples == 8
+    with pytest.raises(UserError, match="cannot write"):
+        report.write(tmp_path / "out" / REPORT_FILE / "below-a-file.json")
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(UserError, match="not a report of effective ranks"):
+        RankReport.read(tmp_path / "bad.json")
+
+
+def test_the_command_writes_both_files(make_run: Callable[..., RunDir], capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(preset="roberta_tiny")
+    assert rank_command.main([str(run.path), "--samples", "4", "--tau", "0.5"]) == 0
+    printed = capsys.readouterr().out
+    data = json.loads((run.report / REPORT_FILE).read_text())
+    assert data["tau"] == 0.5
+    assert data["step"] == 20
+    assert [entry["name"] for entry in data["inputs"]] == ["with_mask", "without_mask", "mask_positions"]
+    assert all(len(entry["ranks"]) == 3 for entry in data["inputs"])
+    assert (run.report / "effective_rank.png").read_bytes().startswith(b"\x89PNG")
+    assert "[MASK] positions alone" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tau", "1.5"], "--tau must lie"),
+        (["--samples", "0"], "samples must be positive"),
+        (["--step", "7"], "no checkpoint at step 7; there are: 20"),
+        (["--data", "nowhere"], "name one with --data STORE"),
+        (["--depth", "7"], "unrecognized arguments"),
+    ],
+)
+def test_wrong_arguments_say_what_is_wrong(make_run: Callable[..., RunDir], arguments: list[str], message: str) -> None:
+    run = make_run()
+    with pytest.raises(UserError, match=message):
+        rank_command.main([str(run.path), *arguments])
+    assert not run.report.exists()
+
+
+def test_sequences_longer_than_the_model_takes_are_refused(make_run: Callable[..., RunDir], store: Path) -> None:
+    run = make_run(max_positions=16)
+    with pytest.raises(UserError, match="sequences of 32 tokens, the model takes at most 16"):
+        measure(load_run(run.path), TokenStore(store, "validation"))

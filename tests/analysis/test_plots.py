@@ -1,0 +1,93 @@
+"""Curves are read right, pictures are written whole, and errors are one line. How they look is judged by eye."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from maelm_fast.analysis.effective_rank import InputRanks, RankReport
+from maelm_fast.analysis.plots import plot_ranks, plot_runs, read_curves, short_number, smoothed
+from maelm_fast.cli import plot as plot_command
+from maelm_fast.errors import UserError
+from maelm_fast.training.rundir import RunDir
+
+PNG = b"\x89PNG\r\n\x1a\n"
+MakeRun = Callable[..., RunDir]
+Write = Callable[..., None]
+
+
+def test_curves_leave_out_what_is_not_finite(make_run: MakeRun) -> None:
+    run = make_run()
+    rows = [
+        {"kind": "train", "step": 1, "tokens": 10, "loss": 5.0},
+        {"kind": "train", "step": 2, "tokens": 20, "loss": float("nan")},
+        {"kind": "train", "step": 3, "tokens": 30, "loss": None},
+        {"kind": "validation", "step": 3, "tokens": 30, "val_loss": 4.0, "val_accuracy": 0.25, "unigram_nats": 5.1},
+        {"kind": "train", "step": 4, "tokens": 40, "loss": 3.0},
+    ]
+    run.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "tra')
+    curves = read_curves(run, "x")
+    assert (curves.train_loss.x, curves.train_loss.y) == ([10, 40], [5.0, 3.0])
+    assert (curves.val_loss.x, curves.val_accuracy.y, curves.unigram_nats) == ([30], [0.25], 5.1)
+    assert read_curves(run, "x", over="steps").train_loss.x == [1, 4]
+
+
+def test_smoothing_does_not_lag() -> None:
+    falling = [float(10 - i) for i in range(8)]
+    assert smoothed(falling, 3) == pytest.approx(falling)
+    assert smoothed([0.0, 3.0, 0.0, 3.0, 6.0], 1) == pytest.approx([0.0, 1.0, 2.0, 3.0, 6.0])
+    assert smoothed([4.0, 0.0, 1.0], 0) == [4.0, 0.0, 1.0]
+    assert smoothed([], 3) == []
+
+
+def test_short_numbers() -> None:
+    values = (0, 500, 1500, 2.5e6, 131e9, 1e12)
+    assert [short_number(v) for v in values] == ["0", "500", "1.5K", "2.5M", "131B", "1T"]
+
+
+def test_plots_of_one_and_of_several_runs(make_run: MakeRun, write_metrics: Write, tmp_path: Path) -> None:
+    runs = [make_run(f"run{i}") for i in range(2)] + [make_run("other", preset="roberta_tiny")]
+    for i, run in enumerate(runs):
+        write_metrics(run, floor=3.0 + i, evaluate_every=0 if i == 1 else 50)
+    assert plot_command.main([str(runs[0].path)]) == 0
+    assert (runs[0].report / "loss.png").read_bytes().startswith(PNG)
+    assert plot_command.main([*(str(run.path) for run in runs), "--out", str(tmp_path / "new" / "all.png")]) == 0
+    assert (tmp_path / "new" / "all.png").read_bytes().startswith(PNG)
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["all.png"]
+    plot_runs([runs[1]], tmp_path / "no-evaluation.svg", over="steps")
+    text = (tmp_path / "no-evaluation.svg").read_text()
+    assert "<svg" in text
+
+
+def test_a_plot_of_ranks(tmp_path: Path) -> None:
+    entries = [InputRanks("with_mask", "with [MASK]", 99, [3, 4], [[1.0]] * 2)]
+    report = RankReport("tiny", 5, 16, 0.9, False, "store", 4, 0.15, "mask", entries)
+    plot_ranks([report] * 4, tmp_path / "ranks.png")
+    assert (tmp_path / "ranks.png").read_bytes().startswith(PNG)
+
+
+def test_errors_say_what_to_do(
+    make_run: MakeRun, write_metrics: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run()
+    with pytest.raises(UserError, match="no metrics yet"):
+        plot_runs([run], tmp_path / "x.png")
+    run.metrics_file.write_text('{"kind": "train"}\n')
+    with pytest.raises(UserError, match="damaged"):
+        plot_runs([run], tmp_path / "x.png")
+    write_metrics(run)
+    with pytest.raises(UserError, match=r"'\.doc'; use \.png"):
+        plot_runs([run], tmp_path / "x.doc")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot write"):
+        plot_runs([run], tmp_path / "file" / "x.png")
+    with pytest.raises(UserError, match="not a run directory"):
+        plot_command.main([str(tmp_path / "nowhere")])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match=r'pip install "maelm_fast\[plot\]"'):
+        plot_command.main([str(run.path)])
+    assert not (tmp_path / "x.png").exists()

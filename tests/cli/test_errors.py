@@ -1,0 +1,133 @@
+"""Bad input: one line on stderr that says what and how to mend it, exit code 2, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from maelm_fast.cli.main import main
+from maelm_fast.training.job import pretrain as run_job
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+from test_run import config  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def place(store: Path, text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of things that are wrong, each in its own way, and of some that are right."""
+    here = tmp_path_factory.mktemp("bad")
+    shutil.copytree(store, here / "store")
+    run_job("tiny", config(optim={"max_steps": 2, "warmup_steps": 1}), str(here / "store"), str(here / "run"))
+    shutil.copy(text_file, here / "text.txt")
+    (here / "empty.txt").write_text("\n\n")
+    (here / "latin.txt").write_bytes("caf\xe9 au lait\n".encode("latin-1"))
+    (here / "broken.txt.xz").write_bytes(b"not xz at all")
+    (here / "bad.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    (here / "field.jsonl").write_text('{"body": "no text field"}\n')
+    (here / "text.docx").write_bytes(b"PK")
+    (here / "tokenizer.json").write_text("{}")
+    (here / "key.yaml").write_text("optim:\n  learning_rate: 1\n")
+    (here / "type.yaml").write_text("optim:\n  lr: fast\n")
+    (here / "syntax.yaml").write_text("optim: [\n")
+    for name, damage in (("truncated", "cut"), ("other", "tokenizer"), ("nomanifest", "manifest")):
+        copy = here / name
+        shutil.copytree(store, copy)
+        if damage == "cut":
+            shard = next(copy.glob("train-*.arrow"))
+            os.truncate(shard, shard.stat().st_size // 2)
+        elif damage == "tokenizer":
+            manifest = json.loads((copy / "manifest.json").read_text())
+            manifest["tokenizer_sha256"] = "0" * 64
+            (copy / "manifest.json").write_text(json.dumps(manifest))
+        else:
+            (copy / "manifest.json").unlink()
+    shutil.copytree(here / "run", here / "torn")
+    for file in (here / "torn").glob("checkpoints/*/model.safetensors"):
+        os.truncate(file, file.stat().st_size // 2)
+    (here / "notrun").mkdir()
+    (here / "notrun" / "file").write_text("something")
+    (here / "config.json").write_text("{}")
+    return here
+
+
+PREPARE = "data prepare {p}/text.txt --out {p}/out"
+PRETRAIN = "pretrain tiny --data {p}/store --out {p}/out"
+CASES = {
+    "no such command": ("pretain", "unknown command 'pretain'"),
+    "no preset": ("pretrain --data {p}/store --out {p}/out", "name a preset first"),
+    "unknown preset": ("pretrain tinny --data {p}/store --out {p}/out", "unknown preset 'tinny'"),
+    "unknown option": (PRETRAIN + " --optim.lrr 1", "did you mean 'optim.lr'"),
+    "option of the wrong type": (PRETRAIN + " --optim.lr fast", "optim.lr"),
+    "option without a value": (PRETRAIN + " --optim.lr", "optim.lr"),
+    "choice that is none": (PRETRAIN + " --model.decoder both", "model.decoder"),
+    "rate out of range": (PRETRAIN + " --masking.rate 1.0", "masking.rate must lie between 0 and 1"),
+    "negative lr": (PRETRAIN + " --optim.lr -1", "optim.lr must be positive"),
+    "warm-up beyond the end": (PRETRAIN + " --optim.warmup_steps 9999999", "must be at least 0 and below"),
+    "heads that do not divide": (PRETRAIN + " --model.num_heads 3", "not a multiple of model.num_heads"),
+    "zero micro-batch": (PRETRAIN + " --runtime.micro_batch_size 0", "runtime.micro_batch_size must be positive"),
+    "config key": (PRETRAIN + " --config {p}/key.yaml", "learning_rate"),
+    "config type": (PRETRAIN + " --config {p}/type.yaml", "optim.lr"),
+    "config syntax": (PRETRAIN + " --config {p}/syntax.yaml", "syntax.yaml"),
+    "config missing": (PRETRAIN + " --config {p}/none.yaml", "none.yaml"),
+    "store missing": ("pretrain tiny --data {p}/none --out {p}/out", "none is not a token store"),
+    "store without manifest": ("pretrain tiny --data {p}/nomanifest --out {p}/out", "no manifest.json"),
+    "store truncated": ("pretrain tiny --data {p}/truncated --out {p}/out", "train-00000.arrow"),
+    "store with another tokenizer": ("pretrain tiny --data {p}/other --out {p}/out", "tokenizer"),
+    "vocabulary unlike the store's": (PRETRAIN + " --model.vocab_size 4096", "the store"),
+    "sequence too long": (PRETRAIN + " --model.max_positions 16", "do not fit model.max_positions 16"),
+    "run directory taken": ("pretrain tiny --data {p}/store --out {p}/notrun", "is not a run"),
+    "run directory unwritable": ("pretrain tiny --data {p}/store --out /proc/none/run", "choose another --out"),
+    "init from nothing": (PRETRAIN + " --init-from {p}/none", "no such directory"),
+    "init from what is no model": (PRETRAIN + " --init-from {p}/notrun", "notrun"),
+    "init from another shape": (PRETRAIN + " --init-from {p}/torn", "every checkpoint is damaged"),
+    "seed negative": (PRETRAIN + " --seed -1", "seed must lie in"),
+    "no gpu": (PRETRAIN + " --runtime.device cuda", "sees no GPU"),
+    "input missing": ("data prepare {p}/none.txt --out {p}/out", "none.txt"),
+    "glob without match": ("data prepare {p}/*.none --out {p}/out", "*.none"),
+    "input of an unknown kind": ("data prepare {p}/text.docx --out {p}/out", "text.docx"),
+    "corpus empty": ("data prepare {p}/empty.txt --out {p}/out", "no text"),
+    "corpus not UTF-8": ("data prepare {p}/latin.txt --out {p}/out", "UTF-8"),
+    "corpus broken": ("data prepare {p}/broken.txt.xz --out {p}/out", "broken.txt.xz"),
+    "line that is not JSON": ("data prepare {p}/bad.jsonl --out {p}/out", "bad.jsonl"),
+    "row without the field": ("data prepare {p}/field.jsonl --out {p}/out", "text"),
+    "vocabulary too small": (PREPARE + " --vocab-size 100", "vocab_size must lie between 261"),
+    "sequence too short": (PREPARE + " --seq-len 2", "seq_len must lie between"),
+    "validation share of one": (PREPARE + " --validation 1.0", "validation must lie between 0 and 1"),
+    "tokenizer that is none": (PREPARE + " --tokenizer {p}/tokenizer.json", "tokenizer.json"),
+    "store unwritable": ("data prepare {p}/text.txt --out /proc/none/store", "/proc/none"),
+    "mode that is none": (PREPARE + " --mode half", "half"),
+    "run missing": ("fill {p}/none <mask>", "not a run directory"),
+    "checkpoint truncated": ("fill {p}/torn <mask>", "every checkpoint is damaged"),
+    "checkpoint missing": ("fill {p}/run <mask> --step 77", "no checkpoint at step 77"),
+    "text without mask": ("fill {p}/run word", "has no <mask>"),
+    "text too long": ("fill {p}/run {long}", "this model takes at most"),
+    "tau out of range": ("rank {p}/run --tau 0", "--tau must lie"),
+    "plot of nothing": ("plot {p}/none --out {p}/out.png", "none"),
+    "export format that would be wrong": ("export {p}/run --to hf --format roberta --out {p}/out", "no relative position bias"),
+    "export over something": ("export {p}/run --to hf --out {p}/notrun", "exists already"),
+    "show what is no store": ("data show {p}/run", "is not a token store"),
+    "preset to show unknown": ("presets nothing", "unknown preset 'nothing'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input(name: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command, message = CASES[name]
+    if name == "no gpu":
+        torch = pytest.importorskip("torch")
+        if torch.cuda.is_available():
+            pytest.skip("this machine has a GPU")
+    argv = [word.format(p=place, long="<mask>" * 400) for word in command.split()]
+    before = sorted(str(p) for p in place.rglob("*"))
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    lines = [line for line in err.splitlines() if line]
+    assert len(lines) == 1, err
+    assert lines[0].startswith("error: ")
+    assert message in lines[0]
+    assert sorted(str(p) for p in place.rglob("*")) == before

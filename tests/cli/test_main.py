@@ -1,0 +1,45 @@
+"""The command line finds every command and its help."""
+
+from __future__ import annotations
+
+import pytest
+
+from maelm_fast import presets
+from maelm_fast.cli.main import COMMANDS, main
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main([command, "--help"])
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    assert code == 0
+    assert f"maelm-fast {command}" in capsys.readouterr().out
+
+
+def test_usage_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in COMMANDS)
+
+
+def test_presets_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["presets"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == presets.names()
+    assert main(["presets", "base++"]) == 0
+    assert "relative_buckets: 64" in capsys.readouterr().out
+
+
+def test_options_yaml_and_order_of_precedence(tmp_path: object) -> None:
+    from pathlib import Path
+
+    from maelm_fast.cli.pretrain import parse
+
+    file = Path(str(tmp_path)) / "c.yaml"
+    file.write_text("optim:\n  lr: 1e-3\n  betas: [0.9, 0.95]\nmodel: {dropout: 0.3}\nseed: 7\n")
+    common = ["base", "--data", "d", "--out", "o"]
+    run = parse([*common, "--config", str(file), "--optim.lr", "2e-3"])["run"]
+    assert (run.optim.lr, run.optim.betas, run.model.dropout, run.seed) == (2e-3, (0.9, 0.95), 0.3, 7)
+    assert run.optim.max_steps == presets.get("base").optim.max_steps
+    assert parse(common)["run"] == presets.get("base")

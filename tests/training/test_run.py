@@ -1,0 +1,370 @@
+"""Runs: they resume bit for bit wherever they were cut, refuse what does not fit, and mend what a crash left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from maelm_fast import presets
+from maelm_fast.config import OptimConfig, RunConfig
+from maelm_fast.data.token_store import TokenStore
+from maelm_fast.errors import UserError
+from maelm_fast.training import checkpoint, trainer
+from maelm_fast.training.job import pretrain
+from maelm_fast.training.optim import build_optimizer, learning_rate
+from maelm_fast.training.rundir import RunDir, load_run
+from maelm_fast.training.trainer import Trainer
+
+
+def config(**sections: dict[str, Any]) -> RunConfig:
+    small = presets.change(
+        presets.get("tiny"),
+        model={"hidden_size": 32, "num_heads": 2, "ffn_size": 64, "num_layers": 2, "dropout": 0.1},
+        optim={"batch_size": 12, "max_steps": 8, "warmup_steps": 2, "lr": 3e-3},
+        runtime={"micro_batch_size": 5, "log_every": 1, "eval_every": 3, "eval_samples": 20, "save_every": 2,
+                 "device": "cpu", "precision": "fp32"},
+    )  # fmt: skip
+    return presets.change(small, **sections)
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """The metrics without what the clock decides."""
+    return [{k: v for k, v in row.items() if k not in ("tokens_per_s", "mfu")} for row in RunDir(run).metrics()]
+
+
+def final_weights(run: Path) -> dict[str, torch.Tensor]:
+    path = RunDir(run).last_whole_checkpoint()
+    assert path is not None
+    return load_file(path / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def whole(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    pretrain("tiny", config(), str(store), str(out))
+    return out
+
+
+def assert_same(run: Path, whole: Path) -> None:
+    assert rows(run) == rows(whole)
+    mine, theirs = final_weights(run), final_weights(whole)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_metrics_have_what_was_promised(whole: Path) -> None:
+    train = [r for r in rows(whole) if r["kind"] == "train"]
+    validation = [r for r in rows(whole) if r["kind"] == "validation"]
+    assert [r["step"] for r in train] == list(range(1, 9))
+    assert [r["step"] for r in validation] == [3, 6, 8]
+    assert train[-1]["tokens"] == 8 * 12 * 32
+    assert {"step", "tokens", "val_loss", "val_accuracy", "val_perplexity", "unigram_nats"} <= set(validation[0])
+    assert train[0]["lr"] == 0.0
+    assert train[0]["masked"] == 12 * 5  # round(0.15 * 32) of each
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resume_is_bitwise(cut: int, workers: int, store: Path, whole: Path, tmp_path: Path,
+                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash after any update, between checkpoints or on one; accumulation over three micro-batches, 0 or 2 workers."""
+    if workers and cut not in (3,):
+        pytest.skip("worker processes are slow to start: one cut is enough")
+    update = Trainer._update
+
+    def dies(self: Trainer, *args: Any) -> dict[str, Any]:
+        if self.progress.step == cut:
+            raise Killed
+        return update(self, *args)
+
+    out = tmp_path / "run"
+    asked = config(runtime={"workers": workers})
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Trainer, "_update", dies)
+        pretrain("tiny", asked, str(store), str(out))
+    pretrain("tiny", asked, str(store), str(out))
+    assert_same(out, whole)
+
+
+def test_micro_batch_size_changes_only_rounding(store: Path, whole: Path, tmp_path: Path) -> None:
+    """Gradients are weighted by masked tokens over the whole update, so how it is cut does not matter (no dropout)."""
+    losses = []
+    for micro in (12, 5):
+        out = tmp_path / str(micro)
+        pretrain("tiny", config(model={"dropout": 0.0}, runtime={"micro_batch_size": micro}), str(store), str(out))
+        losses.append([r["loss"] for r in rows(out) if r["kind"] == "train"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_accumulation_weights_by_masked_tokens(document_store: Path, tmp_path: Path) -> None:
+    """Samples of many lengths: a mean of micro-batch means would differ."""
+    losses = []
+    for micro in (12, 1):
+        out = tmp_path / str(micro)
+        asked = config(model={"dropout": 0.0}, runtime={"micro_batch_size": micro}, masking={"count": "stochastic"})
+        pretrain("tiny", asked, str(document_store), str(out))
+        losses.append([r["loss"] for r in rows(out) if r["kind"] == "train"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+CHILD = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_run import config
+from maelm_fast.training.job import pretrain
+pretrain("tiny", config(optim={{"max_steps": 60}}), {store!r}, {out!r})
+"""
+
+
+def start(store: Path, out: Path) -> subprocess.Popen[str]:
+    code = CHILD.format(tests=str(Path(__file__).parent), store=str(store), out=str(out))
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_step(out: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if any(row["step"] >= step for row in RunDir(out).metrics()):
+            return
+        time.sleep(0.02)
+    raise AssertionError("the run did not get there")
+
+
+def test_sigkill_and_sigterm_leave_a_run_that_goes_on_bit_for_bit(store: Path, tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert start(store, whole).wait(timeout=240) == 0
+    killed = start(store, cut)
+    wait_for_step(cut, 17)
+    killed.kill()
+    killed.wait()
+    asked = start(store, cut)
+    wait_for_step(cut, 35)
+    asked.send_signal(signal.SIGTERM)
+    output, _ = asked.communicate(timeout=60)
+    assert asked.returncode == 0
+    assert "SIGTERM: saved at step" in output
+    assert start(store, cut).wait(timeout=240) == 0
+    assert_same(cut, whole)
+
+
+def test_a_finished_run_is_left_alone(store: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = whole.joinpath("metrics.jsonl").read_bytes()
+    pretrain("tiny", config(), str(store), str(whole))
+    assert "already finished" in capsys.readouterr().out
+    assert whole.joinpath("metrics.jsonl").read_bytes() == before
+
+
+def damaged_copy(whole: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A copy of the run without its last checkpoint, and the then newest one."""
+    import shutil
+
+    run = tmp_path / "copy"
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "checkpoints" / "step_8")
+    return run, run / "checkpoints" / "step_6"
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "missing", "no checksums"])
+def test_a_damaged_checkpoint_is_passed_over(damage: str, store: Path, whole: Path, tmp_path: Path,
+                                             caplog: pytest.LogCaptureFixture) -> None:
+    run, newest = damaged_copy(whole, tmp_path)
+    file = newest / "model.safetensors"
+    if damage == "truncate":
+        os.truncate(file, file.stat().st_size - 100)
+    elif damage == "flip":
+        content = bytearray(file.read_bytes())
+        content[-50] ^= 1
+        file.write_bytes(content)
+    elif damage == "missing":
+        file.unlink()
+    else:
+        (newest / "checksums.json").unlink()
+    pretrain("tiny", config(), str(store), str(run))
+    assert "going back to the one before" in caplog.text
+    assert_same(run, whole)
+
+
+def test_only_damaged_checkpoints_is_an_error(store: Path, whole: Path, tmp_path: Path) -> None:
+    run, _ = damaged_copy(whole, tmp_path)
+    for file in run.glob("checkpoints/*/state.json"):
+        file.write_text("{}")
+    with pytest.raises(UserError, match="every checkpoint is damaged"):
+        pretrain("tiny", config(), str(store), str(run))
+
+
+def test_an_unfinished_metrics_line_is_dropped(store: Path, whole: Path, tmp_path: Path) -> None:
+    run, _ = damaged_copy(whole, tmp_path)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "step": 9, "lo')
+    pretrain("tiny", config(), str(store), str(run))
+    assert_same(run, whole)
+
+
+def test_a_failed_save_costs_only_itself(store: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                         caplog: pytest.LogCaptureFixture) -> None:
+    """A disk that is full for the second save: the first stays, training goes on, nothing half-written is left."""
+    save_file, calls = checkpoint.save_file, []
+
+    def full(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        calls.append(path)
+        if "step_4" in str(path):
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        save_file(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    out = tmp_path / "run"
+    pretrain("tiny", config(), str(store), str(out))
+    assert "No space left on device" in caplog.text
+    assert RunDir(out).steps() == [2, 6, 8]
+    assert not list((out / "checkpoints").glob(".*"))
+    assert_same(out, whole)
+
+
+def test_the_last_save_must_succeed(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        pretrain("tiny", config(), str(store), str(tmp_path / "run"))
+
+
+def test_nonfinite_updates_are_skipped_counted_and_end_the_run(store: Path, tmp_path: Path,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = trainer.MaeLm.forward
+    bad = {2}
+
+    def poisoned(self: Any, batch: Any, dropout_seed: int | None = None) -> Any:
+        loss, correct = forward(self, batch, dropout_seed)
+        return (loss * float("nan") if self.training and poisoned.update in bad else loss), correct
+
+    update = Trainer._update
+
+    def counted(self: Trainer, *args: Any) -> dict[str, Any]:
+        poisoned.update = self.progress.step  # type: ignore[attr-defined]
+        return update(self, *args)
+
+    monkeypatch.setattr(trainer.MaeLm, "forward", poisoned)
+    monkeypatch.setattr(Trainer, "_update", counted)
+    once = tmp_path / "once"
+    pretrain("tiny", config(), str(store), str(once))
+    train = [r for r in rows(once) if r["kind"] == "train"]
+    assert [r["skipped"] for r in train] == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert all(torch.isfinite(t).all() for t in final_weights(once).values())
+
+    bad |= {2, 3, 4}
+    with pytest.raises(UserError, match="3 updates in a row .* step 4"):
+        pretrain("tiny", config(runtime={"max_nonfinite": 3}), str(store), str(tmp_path / "often"))
+    listed = json.loads((tmp_path / "often" / "nonfinite.json").read_text())
+    assert listed["step"] == 4
+    assert len(listed["samples"]) == 12
+
+
+def test_early_stop(store: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    asked = config(optim={"lr": 1e-12, "max_steps": 50}, runtime={"early_stop": 2, "eval_every": 1})
+    pretrain("tiny", asked, str(store), str(out))
+    last = list(RunDir(out).metrics())[-1]
+    assert last["step"] < 10
+    pretrain("tiny", asked, str(store), str(out))  # finished: nothing more happens
+    assert list(RunDir(out).metrics())[-1] == last
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optim": {"lr": 1e-3}}, r"started with optim\.lr=0\.003"),
+        ({"masking": {"rate": 0.3}}, r"masking\.rate=0\.15"),
+        ({"model": {"num_layers": 3}}, r"model\.num_layers=2"),
+    ],
+)
+def test_a_run_goes_on_only_as_it_was_started(change: dict[str, Any], message: str, store: Path, whole: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        pretrain("tiny", config(**change), str(store), str(whole))
+
+
+def test_other_data_is_refused(document_store: Path, whole: Path) -> None:
+    with pytest.raises(UserError, match="other data"):
+        pretrain("tiny", config(), str(document_store), str(whole))
+
+
+def test_two_processes_cannot_write_one_run(store: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    child = start(store, out)
+    wait_for_step(out, 1)
+    try:
+        with pytest.raises(UserError, match="in use by another process"):
+            pretrain("tiny", config(optim={"max_steps": 60}), str(store), str(out))
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_loaded_run_computes_what_was_trained(store: Path, whole: Path) -> None:
+    run = load_run(whole)
+    assert run.step == 8
+    assert run.config.model.vocab_size == run.tokenizer.get_vocab_size()
+    assert load_run(whole, step=4).step == 4
+    with pytest.raises(UserError, match="there are: 4, 6, 8"):
+        load_run(whole, step=5)
+
+
+def test_init_from_a_run(store: Path, whole: Path, tmp_path: Path) -> None:
+    from maelm_fast.training.initial import from_run
+
+    initial = from_run(whole)
+    out = tmp_path / "run"
+    asked = config(optim={"max_steps": 1, "warmup_steps": 0, "lr": 1e-12}, runtime={"eval_samples": 20})
+    pretrain("tiny", asked, str(store), str(out), initial)
+    start_loss = [r for r in rows(out) if r["kind"] == "validation"][0]["val_loss"]
+    end_loss = [r for r in rows(whole) if r["kind"] == "validation"][-1]["val_loss"]
+    assert start_loss == pytest.approx(end_loss, rel=1e-5)
+    other = tmp_path / "roberta"  # the encoder carries over to another objective, the decoder does not
+    pretrain("roberta_tiny", replace(asked, model=replace(asked.model, decoder="none", decoder_relative_bias=False)),
+             str(store), str(other), initial)  # fmt: skip
+    assert torch.allclose(final_weights(other)["encoder.token_table"], final_weights(whole)["encoder.token_table"])
+
+
+def test_schedule() -> None:
+    optim = OptimConfig(lr=1.0, warmup_steps=10, max_steps=110)
+    assert [learning_rate(optim, k) for k in (0, 5, 10, 60, 109)] == pytest.approx([0, 0.5, 1.0, 0.5, 0.01])
+
+
+def test_decay_groups() -> None:
+    model = trainer.build_model(config(), trainer.Vocabulary(300, 299, (0, 1, 2, 3, 299)))
+    everything = build_optimizer(model, OptimConfig())
+    assert [g["weight_decay"] for g in everything.param_groups] == [0.01]
+    some = build_optimizer(model, OptimConfig(decay="matrices"))
+    plain = {id(p) for p in some.param_groups[1]["params"]}
+    names = {n for n, p in model.named_parameters() if id(p) in plain}
+    assert names == {n for n, p in model.named_parameters() if p.ndim < 2 or n.endswith("relative_bias.weight")}
+
+
+def test_workers_build_the_same_batches(store: Path) -> None:
+    from maelm_fast.data.loader import TrainingBatches, training_updates
+
+    opened = TokenStore.open(store, "train")
+    vocabulary = trainer.Vocabulary(300, 299, (0, 1, 2, 3, 299))
+    batches = TrainingBatches(opened, vocabulary, config().masking, 0, 12, 5, False)
+    alone = list(training_updates(batches, 2, 6, workers=0, pin_memory=False))
+    helped = list(training_updates(batches, 2, 6, workers=2, pin_memory=False))
+    assert [len(update) for update in alone] == [3] * 4
+    for a, b in zip(sum(alone, []), sum(helped, []), strict=True):
+        assert all(torch.equal(getattr(a, n), getattr(b, n)) for n in ("visible_ids", "labels", "source", "masked_index"))
+        assert a.lengths == b.lengths
