@@ -10,8 +10,10 @@ position p; its token type table has one row, which is zero in a copy of our wei
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import RobertaConfig, RobertaForMaskedLM
 
 from maelm_fast.batch import PackedBatch
@@ -22,7 +24,7 @@ PAD_ID = 1  # RoBERTa's; token ids fed to it must not contain it, or its positio
 _OFFSET = PAD_ID + 1
 
 
-def hugging_face_roberta(config: ModelConfig) -> RobertaForMaskedLM:
+def hugging_face_roberta(config: ModelConfig) -> nn.Module:
     """RobertaForMaskedLM of our dimensions and dropout; our relative bias has no counterpart in it."""
     return RobertaForMaskedLM(
         RobertaConfig(
@@ -50,9 +52,10 @@ def hugging_face_inputs(batch: PackedBatch) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def copy_weights(ours: MaeLm, theirs: RobertaForMaskedLM) -> None:
-    """Gives `theirs` the weights of `ours`, which must have no decoder and no relative bias."""
+def copy_weights(ours: MaeLm, theirs: Any) -> None:
+    """Gives `theirs`, a RobertaForMaskedLM, the weights of `ours`, which must have no decoder and no relative bias."""
     encoder, head = ours.encoder, ours.head
+    block: Any
     embeddings = theirs.roberta.embeddings
     vocab = ours.config.vocab_size
     embeddings.word_embeddings.weight.copy_(encoder.token_table[:vocab])

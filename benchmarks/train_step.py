@@ -133,7 +133,7 @@ class Contestant:
                 self.step()
             end.record()
             end.synchronize()
-            return start.elapsed_time(end) / 1000 / steps
+            return float(start.elapsed_time(end)) / 1000 / steps
         began = time.perf_counter()
         for _ in range(steps):
             self.step()
@@ -221,7 +221,8 @@ def compare(names: Sequence[str], settings: Settings, rounds: int) -> list[dict[
             "seq": settings.seq, "rate": settings.rate, "dropout": contestant.config.dropout,
             "bias": contestant.config.relative_bias, "rounds": rounds, "tokens_per_s": speed, **ratios,
             "mflop_per_token": round(contestant.flops / contestant.tokens / 1e6, 1),
-            "tflop_per_s": round(flops / 1e12, 4), "mfu": round(flops / peak, 4) if peak else None, "peak_memory_mb": round(memory[contestant.name]),
+            "tflop_per_s": round(flops / 1e12, 4), "mfu": round(flops / peak, 4) if peak else None,
+            "peak_memory_mb": round(memory[contestant.name]),
             "first_loss": round(first[contestant.name], 5), "gate": losses,
         })  # fmt: skip
     return rows

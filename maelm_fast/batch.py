@@ -10,9 +10,9 @@ Shapes: S sequences, T encoder rows, N decoder rows, M masked tokens.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,17 +119,13 @@ class PackedBatch:
         return Layout(self.masked_cu_seqlens, self.decoder_positions[self.masked_index], self.masked_lengths)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
-        tensors = {
-            field.name: value.to(device, non_blocking=non_blocking)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
-        return replace(self, **tensors)
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PackedBatch:
-        tensors = {
-            field.name: value.pin_memory()
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
-        return replace(self, **tensors)
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> PackedBatch:
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in values.items():
+            values[name] = function(value) if isinstance(value, Tensor) else value
+        return PackedBatch(**values)

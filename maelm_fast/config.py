@@ -202,7 +202,9 @@ def from_dict(cls: type, data: dict[str, Any], path: str = "") -> Any:
         require(name in data, f"config: key '{path}{name}' is missing")
         sub = SECTIONS.get(name) if cls is RunConfig else None
         value = data[name]
-        values[name] = from_dict(sub, value, f"{path}{name}.") if sub else tuple(value) if isinstance(value, list) else value
+        values[name] = (
+            from_dict(sub, value, f"{path}{name}.") if sub else tuple(value) if isinstance(value, list) else value
+        )
     return cls(**values)
 
 

@@ -48,7 +48,9 @@ def philox4x32(counter: tuple[NDArray[np.uint64] | int, ...], seed: int) -> list
     return [c0, c1, c2, c3]
 
 
-def position_words(samples: NDArray[np.int64], length: int, epoch: int, stream: Stream, seed: int) -> NDArray[np.uint64]:
+def position_words(
+    samples: NDArray[np.int64], length: int, epoch: int, stream: Stream, seed: int
+) -> NDArray[np.uint64]:
     """One 32-bit word per position: (S, length) for samples (S,). Word p is word p % 4 of block p // 4."""
     blocks = np.arange(-(-length // 4), dtype=np.uint64)[None, :]
     words = philox4x32((blocks, samples.astype(np.uint64)[:, None], epoch, stream), seed)

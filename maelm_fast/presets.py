@@ -1,7 +1,6 @@
 """Named configurations: one function a row of the paper, each derived from another in the lines that differ.
 
-    presets.get("base++")            # a RunConfig
-    presets.names()                  # all of them
+`presets.get("base++")` is a RunConfig; `presets.names()` lists them all.
 """
 
 from __future__ import annotations

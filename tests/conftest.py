@@ -15,11 +15,11 @@ import torch
 
 from maelm_fast.data.prepare import PrepareConfig, prepare
 
-WORDS = (
-    "time year people way day man thing woman life child world school state family student group country problem hand "
-    "part place case week company system program question work government number night point home water room mother area "
-    "money story fact month lot right study book eye job word business issue side kind head house service friend"
-).split()
+WORDS = """
+time year people way day man thing woman life child world school state family student group country problem hand part
+place case week company system program question work government number night point home water room mother area money
+story fact month lot right study book eye job word business issue side kind head house service friend
+""".split()
 
 
 def generated_text(documents: int, seed: int = 0) -> str:

@@ -23,7 +23,9 @@ MAY_IMPORT = {
     "export": LEAVES | {"presets", "model", "data", "training", "ops"},
     "cli": LEAVES | {"presets", "model", "data", "training", "analysis", "export", "ops"},
 }
-STANDS_ALONE = PACKAGE / "export" / "modeling_maelm.py"  # shipped with exported models, where maelm_fast is not installed
+STANDS_ALONE = (
+    PACKAGE / "export" / "modeling_maelm.py"
+)  # shipped with exported models, where maelm_fast is not installed
 
 
 def imported(path: Path) -> set[str]:

@@ -54,7 +54,14 @@ def test_every_preset_builds(name: str) -> None:
 def test_every_preset_computes_a_loss_when_shrunk(name: str) -> None:
     run = presets.change(
         presets.get(name),
-        model={"vocab_size": 300, "hidden_size": 32, "ffn_size": 64, "num_heads": 2, "num_layers": 2, "decoder_layers": 2},
+        model={
+            "vocab_size": 300,
+            "hidden_size": 32,
+            "ffn_size": 64,
+            "num_heads": 2,
+            "num_layers": 2,
+            "decoder_layers": 2,
+        },
     )
     model = MaeLm(run.model)
     rows = [np.arange(5, 45), np.arange(100, 117)]

@@ -194,8 +194,13 @@ def _input_ranks(name: str, label: str, grams: list[GramMatrix], tau: float) -> 
     return InputRanks(name, label, grams[0].tokens, [rank_at(s, tau) for s in spectra], leading)
 
 
-def measure(run: LoadedRun, store: TokenStore, tau: float = 0.9, samples: int | None = None,
-            watch: Callable[[Iterable[PackedBatch], int], Iterable[PackedBatch]] | None = None) -> RankReport:
+def measure(
+    run: LoadedRun,
+    store: TokenStore,
+    tau: float = 0.9,
+    samples: int | None = None,
+    watch: Callable[[Iterable[PackedBatch], int], Iterable[PackedBatch]] | None = None,
+) -> RankReport:
     """Effective ranks of a run on the first `samples` samples of a validation split (runtime.eval_samples if None).
 
     watch(batches, how many) may show progress; it gives the batches back. Raises UserError if the store was tokenised

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from maelm_fast.config import require
 from maelm_fast.data.masking import pack_masked
-from maelm_fast.data.tokenizer import BOS, EOS, MASK_TOKEN
+from maelm_fast.data.tokenizer import special_ids, special_names
 from maelm_fast.errors import UserError
 from maelm_fast.training.rundir import LoadedRun
 
@@ -65,13 +65,15 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
         tokenizer = Tokenizer.from_str(tokenizer.to_str())
         # It would put a space before each stretch between masks; only the start of a line has one in pretraining.
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = special_ids(tokenizer)
     lines = [f" {line.strip()}" for line in text.splitlines() if line.strip()]
-    return [BOS, *(i for line in lines for i in (*tokenizer.encode(line, add_special_tokens=False).ids, EOS))]
+    encoded = [tokenizer.encode(line, add_special_tokens=False).ids for line in lines]
+    return [special["bos"], *(i for ids in encoded for i in (*ids, special["eos"]))]
 
 
 def _sequences(run: LoadedRun, texts: list[str]) -> list[np.ndarray]:
     require(bool(texts), "no text to fill")
-    limit, sequences = run.config.model.max_positions, []
+    limit, sequences, mask = run.config.model.max_positions, [], special_names(run.tokenizer)["mask"]
     for number, text in enumerate(texts, 1):
         name = "the text" if len(texts) == 1 else f"text {number}"
         require(bool(text.strip()), f"{name} is empty")
@@ -82,7 +84,7 @@ def _sequences(run: LoadedRun, texts: list[str]) -> list[np.ndarray]:
         ids = encode(run.tokenizer, text)
         require(
             run.vocabulary.mask_id in ids,
-            f"{name} has no {MASK_TOKEN}: write {MASK_TOKEN} where a token is to be filled in",
+            f"{name} has no {mask}: write {mask} where a token is to be filled in",
         )
         require(
             len(ids) <= limit,

@@ -74,7 +74,8 @@ def main(argv: list[str]) -> int:
     print(
         f"validation loss {summary['val_loss']:.3f} nats per masked token, {summary['below_unigram']:.3f} below the "
         f"unigram entropy of {summary['unigram_nats']:.3f}; accuracy {summary['val_accuracy']:.1%}\n\n"
-        f"written:\n  {store}/      token store and tokenizer\n  {run}/        checkpoints, metrics.jsonl, config.yaml\n"
+        f"written:\n  {store}/      token store and tokenizer\n"
+        f"  {run}/        checkpoints, metrics.jsonl, config.yaml\n"
         f"  {report}/ loss.png, effective_rank.png and .json, summary.json\n"
         f"  {hf}/         for AutoModel.from_pretrained\n\n"
         f"next:\n"
@@ -103,5 +104,7 @@ def _examples(run: LoadedRun) -> list[dict[str, Any]]:
     for text, masks in zip(TEXTS, fill(run, list(TEXTS), top=4), strict=True):
         print(f"  {text}")
         print("     " + "   ".join(f"{json.dumps(c.token)} {c.probability:.0%}" for c in masks[0]))
-        examples.append({"text": text, "candidates": [{"token": c.token, "probability": c.probability} for c in masks[0]]})
+        examples.append(
+            {"text": text, "candidates": [{"token": c.token, "probability": c.probability} for c in masks[0]]}
+        )
     return examples

@@ -26,7 +26,7 @@ from maelm_fast.cli.common import OneLineParser
 PYTHON = (3, 11)
 TORCH = (2, 11)
 REQUIRED = (
-    "torch", "numpy", "pyarrow", "datasets", "tokenizers", "jsonargparse", "pyyaml", "rich", "safetensors", "zstandard",
+    "torch", "numpy", "pyarrow", "datasets", "tokenizers", "jsonargparse", "pyyaml", "rich", "safetensors",
 )  # fmt: skip
 OPTIONAL = {
     "transformers": ("hf", "export to Hugging Face and its reload check"),

@@ -29,6 +29,7 @@ def main(argv: list[str]) -> int:
     run = load_run(options.run, options.step)
     format = choose_format(run.config.model, options.format)
     out = Path(options.out) if options.out else Path(options.run) / "export" / f"{format}-step_{run.step}"
+    print(f"exporting {options.run} at step {run.step} as {format}; the comparison takes a while for large models")
     report = export(run, out, format)
     found = report.differences
     scores = "" if found.logits is None else f", scores of masked tokens by {found.logits:.1e}"

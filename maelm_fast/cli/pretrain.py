@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import re
 from argparse import ArgumentError
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
+from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings  # type: ignore[attr-defined]
 
 from maelm_fast import presets
 from maelm_fast.config import SECTIONS, RunConfig
@@ -41,7 +42,7 @@ def parse(argv: list[str]) -> dict[str, Any]:
     try:
         values = parser.parse_args(argv).as_dict()
     except (ArgumentError, TypeError, ValueError, OSError) as error:
-        files = [value for option, value in zip(argv, argv[1:], strict=False) if option == "--config"]
+        files = [value for option, value in itertools.pairwise(argv) if option == "--config"]
         where = f"{', '.join(files)}: " if "Problems parsing config" in str(error) else ""
         raise UserError(where + _one_line(str(error), parser)) from None
     sections = {name: cls(**_plain(values[name], cls)) for name, cls in SECTIONS.items()}
@@ -55,17 +56,19 @@ def _parser(preset: RunConfig) -> ArgumentParser:
     parser.add_argument("preset", help=f"one of {', '.join(presets.names())}")
     parser.add_argument("--data", required=True, metavar="STORE", help="a store made by 'maelm-fast data prepare'")
     parser.add_argument("--out", required=True, metavar="RUN", help="run directory; an interrupted run in it goes on")
-    parser.add_argument("--init-from", metavar="DIR",
-                        help="start from a run of ours or a Hugging Face RoBERTa, BERT or MPNet checkpoint")  # fmt: skip
+    origins = "a run of ours, or a Hugging Face RoBERTa, BERT or MPNet checkpoint"
+    parser.add_argument("--init-from", metavar="DIR", help=f"start from {origins}")
     parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of the options below")
     for name, section in SECTIONS.items():
         parser.add_class_arguments(section, name)
     parser.add_argument("--seed", type=int, default=preset.seed, help="of initialisation, order, masks and dropout")
-    parser.set_defaults({
-        f"{name}.{field.name}": getattr(getattr(preset, name), field.name)
-        for name in SECTIONS
-        for field in dataclasses.fields(SECTIONS[name])
-    })
+    parser.set_defaults(
+        {
+            f"{name}.{field.name}": getattr(getattr(preset, name), field.name)
+            for name in SECTIONS
+            for field in dataclasses.fields(SECTIONS[name])
+        }
+    )
     return parser
 
 
@@ -77,7 +80,9 @@ def _one_line(message: str, parser: ArgumentParser) -> str:
     """jsonargparse's message on one line, without class names, and with the nearest option for an unknown one."""
     text = " ".join(message.split())
     text = re.sub(r"<class '([^']+)'>", r"\1", text).replace("typing.", "")
-    unknown = re.search(r"unrecognized arguments: --([\w.]+)", text) or re.search(r"[Kk]ey '([\w.]+)' is not expected", text)
+    unknown = re.search(r"unrecognized arguments: --([\w.]+)", text) or re.search(
+        r"[Kk]ey '([\w.]+)' is not expected", text
+    )
     if unknown is None and (group := re.search(r"Group '(\w+)' does not accept option '(\w+)'", text)):
         unknown = re.match(r"(.*)", f"{group[1]}.{group[2]}")
     if unknown:

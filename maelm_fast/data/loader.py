@@ -14,15 +14,23 @@ from torch.utils.data import DataLoader, Dataset
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import MaskingConfig
 from maelm_fast.data.masking import VALIDATION_EPOCH, Vocabulary, pack
-from maelm_fast.data.order import samples_at
+from maelm_fast.data.order import permutation, samples_at
 from maelm_fast.data.token_store import TokenStore
 
 
 class TrainingBatches(Dataset[PackedBatch]):
     """Item i is micro-batch i % per_update of update i // per_update."""
 
-    def __init__(self, store: TokenStore, vocabulary: Vocabulary, masking: MaskingConfig, seed: int, batch_size: int,
-                 micro_batch_size: int, encoder_sees_mask: bool) -> None:
+    def __init__(
+        self,
+        store: TokenStore,
+        vocabulary: Vocabulary,
+        masking: MaskingConfig,
+        seed: int,
+        batch_size: int,
+        micro_batch_size: int,
+        encoder_sees_mask: bool,
+    ) -> None:
         self.store, self.vocabulary, self.masking, self.seed = store, vocabulary, masking, seed
         self.batch_size, self.micro_batch_size = batch_size, min(micro_batch_size, batch_size)
         self.encoder_sees_mask = encoder_sees_mask
@@ -41,8 +49,9 @@ class TrainingBatches(Dataset[PackedBatch]):
         return samples_at(update * self.batch_size + start, count, len(self.store), self.seed)
 
 
-def training_updates(batches: TrainingBatches, first: int, last: int, workers: int,
-                     pin_memory: bool) -> Iterator[list[PackedBatch]]:
+def training_updates(
+    batches: TrainingBatches, first: int, last: int, workers: int, pin_memory: bool
+) -> Iterator[list[PackedBatch]]:
     """The micro-batches of updates first .. last-1, one list an update."""
     indices = range(first * batches.per_update, last * batches.per_update)
     loader = DataLoader(
@@ -59,11 +68,19 @@ def training_updates(batches: TrainingBatches, first: int, last: int, workers: i
         yield [next(stream) for _ in range(batches.per_update)]
 
 
-def validation_batches(store: TokenStore, vocabulary: Vocabulary, masking: MaskingConfig, seed: int,
-                       micro_batch_size: int, encoder_sees_mask: bool, max_samples: int) -> Iterator[PackedBatch]:
-    """The first max_samples samples of a split in stored order, with masks that never change."""
+def validation_batches(
+    store: TokenStore,
+    vocabulary: Vocabulary,
+    masking: MaskingConfig,
+    seed: int,
+    micro_batch_size: int,
+    encoder_sees_mask: bool,
+    max_samples: int,
+) -> Iterator[PackedBatch]:
+    """max_samples samples of a split, drawn from all of it, with masks: the same at every evaluation of a seed."""
     total = min(len(store), max_samples)
+    order = permutation(np.arange(total), len(store), seed, VALIDATION_EPOCH)
     for start in range(0, total, micro_batch_size):
-        samples = np.arange(start, min(start + micro_batch_size, total), dtype=np.int64)
+        samples = order[start : start + micro_batch_size]
         epochs = np.full_like(samples, VALIDATION_EPOCH)
         yield pack([store[int(i)] for i in samples], samples, epochs, masking, vocabulary, seed, encoder_sees_mask)

@@ -34,18 +34,25 @@ class Vocabulary:
     special: tuple[int, ...]
 
 
-def mask_counts(lengths: NDArray[np.int64], samples: NDArray[np.int64], epochs: NDArray[np.int64],
-                masking: MaskingConfig, seed: int) -> NDArray[np.int64]:
+def mask_counts(
+    lengths: NDArray[np.int64], samples: NDArray[np.int64], epochs: NDArray[np.int64], masking: MaskingConfig, seed: int
+) -> NDArray[np.int64]:
     """(S,) number of tokens to mask in sequences with `lengths` maskable tokens."""
     if masking.count == "fixed":
-        return np.floor(masking.rate * lengths + 0.5).astype(np.int64)
+        return np.floor(masking.rate * lengths + 0.5).astype(np.int64)  # type: ignore[no-any-return]
     words = _words(samples, 1, epochs, Stream.ROUNDING, seed)[:, 0]
     return np.floor(masking.rate * lengths + words.astype(np.float64) / 2.0**32).astype(np.int64)
 
 
-def choose_masked(ids: NDArray[np.int64], valid: NDArray[np.bool_], samples: NDArray[np.int64],
-                  epochs: NDArray[np.int64], masking: MaskingConfig, vocabulary: Vocabulary,
-                  seed: int) -> NDArray[np.bool_]:
+def choose_masked(
+    ids: NDArray[np.int64],
+    valid: NDArray[np.bool_],
+    samples: NDArray[np.int64],
+    epochs: NDArray[np.int64],
+    masking: MaskingConfig,
+    vocabulary: Vocabulary,
+    seed: int,
+) -> NDArray[np.bool_]:
     """(S, L) True where a token is masked. ids, valid: (S, L); valid is False in the padding."""
     words = _words(samples, ids.shape[1], epochs, Stream.MASK, seed)
     maskable = valid if masking.special_tokens else valid & ~np.isin(ids, vocabulary.special)
@@ -57,8 +64,15 @@ def choose_masked(ids: NDArray[np.int64], valid: NDArray[np.bool_], samples: NDA
     return chosen
 
 
-def pack(sequences: Sequence[NDArray[np.generic]], samples: NDArray[np.int64], epochs: NDArray[np.int64],
-         masking: MaskingConfig, vocabulary: Vocabulary, seed: int, encoder_sees_mask: bool) -> PackedBatch:
+def pack(
+    sequences: Sequence[NDArray[np.generic]],
+    samples: NDArray[np.int64],
+    epochs: NDArray[np.int64],
+    masking: MaskingConfig,
+    vocabulary: Vocabulary,
+    seed: int,
+    encoder_sees_mask: bool,
+) -> PackedBatch:
     """Mask S sequences of token ids and pack them.
 
     samples, epochs: (S,) the key of each sequence's masks. encoder_sees_mask: False removes the [MASK] tokens from the
@@ -73,15 +87,18 @@ def pack(sequences: Sequence[NDArray[np.generic]], samples: NDArray[np.int64], e
     return _packed(ids, shown, valid, masked, becomes_mask, encoder_sees_mask)
 
 
-def pack_masked(sequences: Sequence[NDArray[np.generic]], vocabulary: Vocabulary,
-                encoder_sees_mask: bool) -> PackedBatch:
+def pack_masked(
+    sequences: Sequence[NDArray[np.generic]], vocabulary: Vocabulary, encoder_sees_mask: bool
+) -> PackedBatch:
     """Pack S sequences that hold [MASK] already; the labels, which nobody knows, are [MASK] too."""
     ids, valid = _padded(sequences, vocabulary)
     masked = valid & (ids == vocabulary.mask_id)
     return _packed(ids, ids, valid, masked, masked, encoder_sees_mask)
 
 
-def _padded(sequences: Sequence[NDArray[np.generic]], vocabulary: Vocabulary) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _padded(
+    sequences: Sequence[NDArray[np.generic]], vocabulary: Vocabulary
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """(ids, valid), both (S, L); ids are 0 and valid is False in the padding."""
     lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
     width = int(lengths.max(initial=0))
@@ -96,8 +113,14 @@ def _padded(sequences: Sequence[NDArray[np.generic]], vocabulary: Vocabulary) ->
     return ids, valid
 
 
-def _packed(ids: NDArray[np.int64], shown: NDArray[np.int64], valid: NDArray[np.bool_], masked: NDArray[np.bool_],
-            becomes_mask: NDArray[np.bool_], encoder_sees_mask: bool) -> PackedBatch:
+def _packed(
+    ids: NDArray[np.int64],
+    shown: NDArray[np.int64],
+    valid: NDArray[np.bool_],
+    masked: NDArray[np.bool_],
+    becomes_mask: NDArray[np.bool_],
+    encoder_sees_mask: bool,
+) -> PackedBatch:
     """All (S, L). shown: what the encoder's row holds in place of ids; becomes_mask: where that is [MASK]."""
     in_encoder = valid if encoder_sees_mask else valid & ~becomes_mask
     positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
@@ -119,8 +142,14 @@ def _packed(ids: NDArray[np.int64], shown: NDArray[np.int64], valid: NDArray[np.
     )
 
 
-def _bert_policy(shown: NDArray[np.int64], masked: NDArray[np.bool_], samples: NDArray[np.int64],
-                 epochs: NDArray[np.int64], vocabulary: Vocabulary, seed: int) -> NDArray[np.bool_]:
+def _bert_policy(
+    shown: NDArray[np.int64],
+    masked: NDArray[np.bool_],
+    samples: NDArray[np.int64],
+    epochs: NDArray[np.int64],
+    vocabulary: Vocabulary,
+    seed: int,
+) -> NDArray[np.bool_]:
     """Writes random tokens into `shown` and returns where [MASK] goes. Random tokens are never special ones."""
     width = shown.shape[1]
     draw = _words(samples, width, epochs, Stream.POLICY, seed).astype(np.float64) / 2.0**32
@@ -131,8 +160,9 @@ def _bert_policy(shown: NDArray[np.int64], masked: NDArray[np.bool_], samples: N
     return masked & (draw < _BERT_MASK)
 
 
-def _words(samples: NDArray[np.int64], length: int, epochs: NDArray[np.int64], stream: Stream,
-           seed: int) -> NDArray[np.uint64]:
+def _words(
+    samples: NDArray[np.int64], length: int, epochs: NDArray[np.int64], stream: Stream, seed: int
+) -> NDArray[np.uint64]:
     """(S, length) words; one pass per epoch among the samples (a batch spans two at most)."""
     words = np.empty((len(samples), length), dtype=np.uint64)
     for epoch in np.unique(epochs):

@@ -20,7 +20,7 @@ def permutation(index: NDArray[np.int64], size: int, seed: int, epoch: int) -> N
     """Sample ids, int64, at places `index` (any shape, each in [0, size)) of epoch `epoch`'s order."""
     half = max(_MIN_HALF_BITS, -(-(size - 1).bit_length() // 2))
     flat = np.ascontiguousarray(index).reshape(-1)
-    if flat.size and not (0 <= flat.min() and flat.max() < size):
+    if flat.size and not (flat.min() >= 0 and flat.max() < size):
         raise ValueError(f"index outside [0, {size})")
     values = _feistel(flat.astype(np.uint64), half, seed, epoch)
     while (outside := np.flatnonzero(values >= size)).size:

@@ -25,13 +25,14 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from maelm_fast.config import require
 from maelm_fast.data.readers import Document, expand_inputs, identify, read_documents
+from maelm_fast.data.samples import Chunk, cut_blocks, cut_documents
 from maelm_fast.data.token_store import (
     MANIFEST_FILE,
     STORE_VERSION,
@@ -43,13 +44,12 @@ from maelm_fast.data.token_store import (
     written_aside,
 )
 from maelm_fast.data.tokenizer import (
-    BOS,
-    EOS,
     MIN_VOCAB_SIZE,
     encode_in_parallel,
     is_cased,
     load_tokenizer,
     special_ids,
+    special_names,
     tokenizer_hash,
     train_tokenizer,
 )
@@ -349,89 +349,12 @@ def _chunks(documents: Iterable[Document]) -> Iterator[tuple[Document, ...]]:
         yield tuple(chunk)
 
 
-class Chunk(NamedTuple):
-    """D tokenised documents, as they lie in a chunk file."""
-
-    tokens: np.ndarray
-    """(N,) uint16 or uint32, every line ended by </s>."""
-    document_tokens: np.ndarray
-    """(D,) int64, as the next two."""
-    document_lines: np.ndarray
-    document_bytes: np.ndarray
-    in_validation: np.ndarray
-    """(D,) bool."""
-
-    def part(self, validation: bool) -> Chunk:
-        """One split's documents."""
-        chosen = self.in_validation == validation
-        tokens = self.tokens[np.repeat(chosen, self.document_tokens)]
-        return Chunk(tokens, *(array[chosen] for array in self[1:]))
-
-
 def _read_chunk(path: Path) -> Chunk:
     try:
         with np.load(path) as arrays:
             return Chunk(**arrays)
     except (zipfile.BadZipFile, ValueError, TypeError, EOFError):
         raise UserError(f"{path} is damaged: remove it and all later ones, and run the same command again") from None
-
-
-# Samples
-
-
-class Cut(NamedTuple):
-    """Samples in a row, <s> before each, and what had to be done to get them."""
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-    dropped_tokens: int = 0
-    split_lines: int = 0
-
-
-def cut_blocks(chunks: Iterable[Chunk], seq_len: int) -> Iterator[Cut]:
-    """All documents as one stream, in samples of exactly seq_len tokens; the last Cut tells what is left over."""
-    size = seq_len - 1
-    rest = None
-    for chunk in chunks:
-        stream = chunk.tokens if rest is None else np.concatenate([rest, chunk.tokens])
-        used = len(stream) // size * size
-        yield _with_bos(stream[:used], np.full(used // size, size))
-        rest = stream[used:]
-    if rest is not None:
-        yield Cut(rest[:0], np.empty(0, np.int64), dropped_tokens=len(rest))
-
-
-def cut_documents(chunks: Iterable[Chunk], seq_len: int) -> Iterator[Cut]:
-    """Whole lines of one document, as many as fit in seq_len with <s>: the released code's complete_doc, but for lines
-    longer than that: it keeps a random part of them, here they are cut into consecutive pieces, packed like lines.
-    A sample of one token besides <s> is dropped, as there."""
-    size = seq_len - 1
-    for chunk in chunks:
-        line_ends = np.flatnonzero(chunk.tokens == EOS) + 1
-        line_lengths = np.diff(line_ends, prepend=0)
-        pieces = -(-line_lengths // size)
-        piece_lengths = np.full(pieces.sum(), size)
-        piece_lengths[np.cumsum(pieces) - 1] = line_lengths - (pieces - 1) * size
-        lengths = _pack(piece_lengths, np.cumsum(chunk.document_tokens), size)
-        kept = lengths > 1
-        samples = _with_bos(chunk.tokens[np.repeat(kept, lengths)], lengths[kept])
-        yield samples._replace(dropped_tokens=int((~kept).sum()), split_lines=int((pieces > 1).sum()))
-
-
-def _pack(piece_lengths: np.ndarray, document_ends: np.ndarray, size: int) -> np.ndarray:
-    """Lengths of the samples that consecutive pieces make: each takes all that fit, up to its document's end."""
-    ends = np.concatenate([[0], np.cumsum(piece_lengths)])
-    document_end = document_ends[np.searchsorted(document_ends, ends[:-1], side="right")]
-    sample_end = np.minimum(ends[:-1] + size, document_end)
-    following = (np.searchsorted(ends, sample_end, side="right") - 1).tolist()  # the piece after a sample from piece i
-    firsts = [0]
-    while firsts[-1] < len(following):
-        firsts.append(following[firsts[-1]])
-    return np.diff(ends[firsts])
-
-
-def _with_bos(tokens: np.ndarray, lengths: np.ndarray) -> Cut:
-    return Cut(np.insert(tokens, np.cumsum(lengths) - lengths, BOS), lengths + 1)
 
 
 # Shards
@@ -444,17 +367,18 @@ def _assemble(job: _Job, tokenizer: Tokenizer) -> Manifest:
         tokenizer_sha256=tokenizer_hash(tokenizer),
         vocab_size=tokenizer.get_vocab_size(),
         cased=is_cased(tokenizer),
-        special_tokens=special_ids(tokenizer),
+        special_tokens={name: special_ids(tokenizer)[role] for role, name in special_names(tokenizer).items()},
         seq_len=job.config.seq_len,
         sample_mode=job.config.sample_mode,
-        splits={name: _write_split(job, name, tokenizer.get_vocab_size()) for name in ("train", "validation")},
+        splits={name: _write_split(job, name, tokenizer) for name in ("train", "validation")},
         options=job.plan,
     )
 
 
-def _write_split(job: _Job, name: str, vocab_size: int) -> Split:
+def _write_split(job: _Job, name: str, tokenizer: Tokenizer) -> Split:
     cut = cut_blocks if job.config.sample_mode == "full" else cut_documents
-    writer = SplitWriter(job.partial, name, vocab_size)
+    ids = special_ids(tokenizer)
+    writer = SplitWriter(job.partial, name, tokenizer.get_vocab_size())
     text = np.zeros(3, dtype=np.int64)
     dropped_tokens = split_lines = 0
 
@@ -464,7 +388,7 @@ def _write_split(job: _Job, name: str, vocab_size: int) -> Split:
             text[:] += len(part.document_tokens), part.document_lines.sum(), part.document_bytes.sum()
             yield part
 
-    for samples in cut(parts(), job.config.seq_len):
+    for samples in cut(parts(), job.config.seq_len, ids["bos"], ids["eos"]):
         writer.add(samples.tokens, samples.lengths)
         dropped_tokens += samples.dropped_tokens
         split_lines += samples.split_lines

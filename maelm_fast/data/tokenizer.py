@@ -28,8 +28,16 @@ from maelm_fast.data.readers import Document
 from maelm_fast.errors import UserError
 
 BOS, PAD, EOS, UNK = 0, 1, 2, 3
+"""Ids in the tokenizers trained here."""
 LEADING_SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 MASK_TOKEN = "<mask>"
+ROLES = ("bos", "pad", "eos", "unk", "mask")
+SPECIAL_NAMES = (
+    (*LEADING_SPECIALS, MASK_TOKEN),  # ours and RoBERTa's
+    ("<s>", "<pad>", "</s>", "[UNK]", "<mask>"),  # MPNet's
+    ("[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]"),  # BERT's
+)
+"""Names of the special tokens, in the order of ROLES, that a tokenizer made elsewhere may have."""
 MIN_VOCAB_SIZE = 256 + len(LEADING_SPECIALS) + 1
 MIN_PAIR_COUNT = 2
 
@@ -62,7 +70,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, cased: bool) -> Token
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Reads a tokenizer.json. Truncation and padding, if the file asks for them, are switched off.
 
-    Raises UserError if the file is missing, is no tokenizer, or has other special ids than this package's.
+    Raises UserError if the file is missing, is no tokenizer, or lacks a special token.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -75,18 +83,25 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise UserError(f"{path} is not a tokenizer.json of the tokenizers library: {reason}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    for name, wanted in special_ids(tokenizer).items():
-        found = tokenizer.token_to_id(name)
-        require(
-            found == wanted,
-            f"tokenizer {path}: token {name} must have id {wanted}, not {found}: train one with 'data prepare'",
-        )
+    try:
+        special_names(tokenizer)
+    except UserError as error:
+        raise UserError(f"tokenizer {path}: {error}") from None
     return tokenizer
 
 
+def special_names(tokenizer: Tokenizer) -> dict[str, str]:
+    """Role (bos, pad, eos, unk, mask) to the token that has it. UserError if it has none of SPECIAL_NAMES."""
+    for names in SPECIAL_NAMES:
+        if all(tokenizer.token_to_id(name) is not None for name in names):
+            return dict(zip(ROLES, names, strict=True))
+    raise UserError(f"it lacks special tokens: {', '.join(SPECIAL_NAMES[0])}, or BERT's; train one with 'data prepare'")
+
+
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Name to id of the five special tokens as they must be, given the tokenizer's size."""
-    return {**{name: i for i, name in enumerate(LEADING_SPECIALS)}, MASK_TOKEN: tokenizer.get_vocab_size() - 1}
+    """Role to id of the special tokens."""
+    vocabulary = tokenizer.get_vocab()
+    return {role: vocabulary[name] for role, name in special_names(tokenizer).items()}
 
 
 def is_cased(tokenizer: Tokenizer) -> bool:
@@ -107,7 +122,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray]:
     """All documents' tokens in a row, (N,) of `token_dtype`, and every document's number of tokens, (D,) int64.
 
-    Each line is encoded by itself and ended by </s>, which occurs nowhere else.
+    Each line is encoded by itself and ended by the eos token, </s>, which occurs nowhere else.
     """
     lines = list(itertools.chain.from_iterable(documents))
     before = tokenizer.encode_special_tokens
@@ -116,7 +131,7 @@ def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document]) -> tup
     tokenizer.encode_special_tokens = before
     line_ends = np.cumsum([len(ids) + 1 for ids in line_ids], dtype=np.int64)
     size = int(line_ends[-1]) if lines else 0
-    tokens = np.full(size, EOS, dtype=token_dtype(tokenizer.get_vocab_size()))
+    tokens = np.full(size, special_ids(tokenizer)["eos"], dtype=token_dtype(tokenizer.get_vocab_size()))
     is_text = np.ones(size, dtype=bool)
     is_text[line_ends - 1] = False
     tokens[is_text] = np.fromiter(itertools.chain.from_iterable(line_ids), dtype=tokens.dtype, count=size - len(lines))

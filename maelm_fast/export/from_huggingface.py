@@ -237,8 +237,9 @@ def _layer(family: Family, ours: str, theirs: str, take: Callable[[str], Tensor]
     return state
 
 
-def _head(tensors: dict[str, Tensor], family: Family, take: Callable[[str], Tensor],
-          table: Tensor) -> dict[str, Tensor]:
+def _head(
+    tensors: dict[str, Tensor], family: Family, take: Callable[[str], Tensor], table: Tensor
+) -> dict[str, Tensor]:
     names = family.head
     projection = tensors.get(f"{names['decoder']}.weight", table)
     require(

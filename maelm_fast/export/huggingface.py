@@ -25,7 +25,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from maelm_fast.config import ModelConfig, require
-from maelm_fast.data.tokenizer import LEADING_SPECIALS, MASK_TOKEN
+from maelm_fast.data.tokenizer import PAD, special_ids, special_names
 from maelm_fast.errors import UserError
 from maelm_fast.export.compare import Differences, compare_model, compare_tokenizer
 from maelm_fast.export.mapping import own_fields, own_state, stock_fields, stock_state
@@ -82,6 +82,11 @@ def export(run: LoadedRun, out: Path, format: str = "auto") -> ExportReport:
     hold the model, if what was written differs, if transformers is missing, or if `out` cannot be written."""
     transformers = _require_transformers()
     chosen = choose_format(run.config.model, format)
+    if (
+        special_ids(run.tokenizer)["pad"] != PAD and chosen != "own"
+    ):  # stock classes count positions from the padding id
+        require(format == "auto", f"format {chosen} needs a tokenizer whose padding has id {PAD}: use own")
+        chosen = "own"
     tokens, rows = run.tokenizer.get_vocab_size(), run.config.model.vocab_size
     require(tokens == rows, f"the tokenizer has {tokens} tokens but the model {rows}: it is not this run's tokenizer")
     require(
@@ -138,13 +143,15 @@ def _write_model(transformers: Any, run: LoadedRun, out: Path, format: str) -> s
     if format == "own":
         from maelm_fast.export.modeling_maelm import MaeLmConfig, MaeLmForMaskedLM
 
-        model: Any = MaeLmForMaskedLM(MaeLmConfig(**own_fields(run.config.model, run.model.mask_id)))
+        model: Any = MaeLmForMaskedLM(MaeLmConfig(**own_fields(run.config.model, special_ids(run.tokenizer))))
         state = own_state(run.model)
         shutil.copyfile(CODE, out / CODE.name)
     else:
         with_head = format != "layoutlmv3" and run.config.model.decoder == "none"
         prefix = {"mpnet": "MPNet", "roberta": "Roberta", "layoutlmv3": "LayoutLMv3"}[format]
-        config = getattr(transformers, f"{prefix}Config")(**stock_fields(run.config.model, format))
+        config = getattr(transformers, f"{prefix}Config")(
+            **stock_fields(run.config.model, format, special_ids(run.tokenizer))
+        )
         if with_head:
             model = getattr(transformers, f"{prefix}ForMaskedLM")(config)
         else:
@@ -157,18 +164,18 @@ def _write_model(transformers: Any, run: LoadedRun, out: Path, format: str) -> s
 
 
 def _write_tokenizer(transformers: Any, run: LoadedRun, out: Path) -> None:
-    bos, pad, eos, unk = LEADING_SPECIALS
+    names = special_names(run.tokenizer)
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=run.tokenizer,
         model_max_length=run.config.model.max_positions,
         model_input_names=["input_ids", "attention_mask"],  # no token types
-        bos_token=bos,
-        cls_token=bos,
-        pad_token=pad,
-        eos_token=eos,
-        sep_token=eos,
-        unk_token=unk,
-        mask_token=MASK_TOKEN,
+        bos_token=names["bos"],
+        cls_token=names["bos"],
+        pad_token=names["pad"],
+        eos_token=names["eos"],
+        sep_token=names["eos"],
+        unk_token=names["unk"],
+        mask_token=names["mask"],
     )
     tokenizer.save_pretrained(out)
     file = out / "tokenizer_config.json"  # the name that every version of transformers knows

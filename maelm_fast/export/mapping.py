@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from maelm_fast.config import ModelConfig
-from maelm_fast.data.tokenizer import BOS, EOS, PAD
 from maelm_fast.export.from_huggingface import FAMILIES, Family
 from maelm_fast.model.maelm import MaeLm
 
 
-def _common_fields(config: ModelConfig) -> dict[str, Any]:
+def _common_fields(config: ModelConfig, special: dict[str, int]) -> dict[str, Any]:
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -28,14 +27,16 @@ def _common_fields(config: ModelConfig) -> dict[str, Any]:
         "attention_probs_dropout_prob": config.dropout,
         "layer_norm_eps": config.layer_norm_eps,
         "initializer_range": config.init_std,
-        "bos_token_id": BOS,
-        "pad_token_id": PAD,
-        "eos_token_id": EOS,
+        "bos_token_id": special["bos"],
+        "pad_token_id": special["pad"],
+        "eos_token_id": special["eos"],
     }
 
 
-def own_fields(config: ModelConfig, mask_id: int) -> dict[str, Any]:
-    """Arguments of MaeLmConfig; auto_map says which class each AutoModel finds in the code beside it."""
+def own_fields(config: ModelConfig, special: dict[str, int]) -> dict[str, Any]:
+    """Arguments of MaeLmConfig. special: role to id (tokenizer.special_ids).
+
+    auto_map says which class each AutoModel finds in the code beside it."""
     names = ("relative_bias", "relative_buckets", "relative_max_distance", "decoder_layers", "decoder_relative_bias")
     classes = {
         "AutoConfig": "MaeLmConfig",
@@ -45,11 +46,11 @@ def own_fields(config: ModelConfig, mask_id: int) -> dict[str, Any]:
         "AutoModelForQuestionAnswering": "MaeLmForQuestionAnswering",
     }
     return {
-        **_common_fields(config),
+        **_common_fields(config, special),
         **{name: getattr(config, name) for name in names},
         "decoder_kind": config.decoder,
         "max_position_embeddings": config.max_positions,
-        "mask_token_id": mask_id,
+        "mask_token_id": special["mask"],
         "auto_map": {auto: f"modeling_maelm.{name}" for auto, name in classes.items()},
     }
 
@@ -70,16 +71,16 @@ def own_state(model: MaeLm) -> dict[str, Tensor]:
     return state | {"head.projection.weight": state["encoder.token_embedding.weight"]}
 
 
-def stock_fields(config: ModelConfig, format: str) -> dict[str, Any]:
+def stock_fields(config: ModelConfig, format: str, special: dict[str, int]) -> dict[str, Any]:
     """Arguments of the stock configuration class."""
-    fields = _common_fields(config)
+    fields = _common_fields(config, special)
     fields["max_position_embeddings"] = config.max_positions + _family(format).first_position
     if format == "mpnet":
         fields["relative_attention_num_buckets"] = config.relative_buckets
     else:
         fields["type_vocab_size"] = 1
     if format == "layoutlmv3":
-        coordinate = -(-config.hidden_size // 6)  # four of them and two shapes fill the hidden size
+        coordinate, shape = _box_widths(config)
         fields |= {
             "has_relative_attention_bias": True,
             "rel_pos_bins": config.relative_buckets,
@@ -88,9 +89,15 @@ def stock_fields(config: ModelConfig, format: str) -> dict[str, Any]:
             "visual_embed": False,
             "max_2d_position_embeddings": 1,
             "coordinate_size": coordinate,
-            "shape_size": config.hidden_size // 2 - 2 * coordinate,
+            "shape_size": shape,
         }
     return fields
+
+
+def _box_widths(config: ModelConfig) -> tuple[int, int]:
+    """LayoutLMv3's coordinate_size and shape_size: four of the one and two of the other fill the hidden size."""
+    coordinate = -(-config.hidden_size // 6)
+    return coordinate, config.hidden_size // 2 - 2 * coordinate
 
 
 def _family(format: str) -> Family:
@@ -116,9 +123,9 @@ def stock_state(model: MaeLm, format: str, prefix: str) -> dict[str, Tensor]:
         else:
             state["encoder.relative_attention_bias.weight"] = bias
     if format == "layoutlmv3":
-        fields = stock_fields(config, format)
-        for axis, width in (("x", "coordinate"), ("y", "coordinate"), ("h", "shape"), ("w", "shape")):
-            state[f"embeddings.{axis}_position_embeddings.weight"] = table.new_zeros(1, fields[f"{width}_size"])
+        coordinate, shape = _box_widths(config)
+        for axis, width in (("x", coordinate), ("y", coordinate), ("h", shape), ("w", shape)):
+            state[f"embeddings.{axis}_position_embeddings.weight"] = table.new_zeros(1, width)
     for i, block in enumerate(encoder.blocks):
         theirs = f"encoder.layer.{i}."
         for name in ("attention.out", "attention_norm", "ffn_in", "ffn_out", "ffn_norm"):

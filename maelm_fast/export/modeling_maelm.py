@@ -28,14 +28,32 @@ class MaeLmConfig(PretrainedConfig):
 
     model_type = "maelm"
 
-    def __init__(self, *, vocab_size: int = 32768, hidden_size: int = 768, num_hidden_layers: int = 12,
-                 num_attention_heads: int = 12, intermediate_size: int = 3072, max_position_embeddings: int = 512,
-                 relative_bias: str = "t5", relative_buckets: int = 32, relative_max_distance: int = 128,
-                 decoder_kind: str = "self", decoder_layers: int = 4, decoder_relative_bias: bool = False,
-                 hidden_dropout_prob: float = 0.1, attention_probs_dropout_prob: float = 0.1,
-                 classifier_dropout: float = 0.1, layer_norm_eps: float = 1e-5, initializer_range: float = 0.02,
-                 bos_token_id: int = 0, pad_token_id: int = 1, eos_token_id: int = 2,
-                 mask_token_id: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 32768,
+        hidden_size: int = 768,
+        num_hidden_layers: int = 12,
+        num_attention_heads: int = 12,
+        intermediate_size: int = 3072,
+        max_position_embeddings: int = 512,
+        relative_bias: str = "t5",
+        relative_buckets: int = 32,
+        relative_max_distance: int = 128,
+        decoder_kind: str = "self",
+        decoder_layers: int = 4,
+        decoder_relative_bias: bool = False,
+        hidden_dropout_prob: float = 0.1,
+        attention_probs_dropout_prob: float = 0.1,
+        classifier_dropout: float = 0.1,
+        layer_norm_eps: float = 1e-5,
+        initializer_range: float = 0.02,
+        bos_token_id: int = 0,
+        pad_token_id: int = 1,
+        eos_token_id: int = 2,
+        mask_token_id: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
         self.bos_token_id, self.pad_token_id, self.eos_token_id = bos_token_id, pad_token_id, eos_token_id
         self.vocab_size = vocab_size
@@ -134,8 +152,9 @@ class MaeLmBlock(nn.Module):
         self.ffn_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(hidden_dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None, memory: Tensor | None = None,
-                empty: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | None, memory: Tensor | None = None, empty: Tensor | None = None
+    ) -> Tensor:
         x = self.attention_norm(x + self.dropout(self.attention(x, mask, memory, empty)))
         result: Tensor = self.ffn_norm(x + self.dropout(self.ffn_out(F.gelu(self.ffn_in(x)))))
         return result
@@ -171,10 +190,17 @@ class MaeLmModel(MaeLmPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.token_embedding = value
 
-    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-                *, position_ids: Tensor | None = None, inputs_embeds: Tensor | None = None,
-                output_hidden_states: bool | None = None, return_dict: bool | None = None,
-                visible: Tensor | None = None) -> BaseModelOutput | tuple[Tensor, ...]:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        visible: Tensor | None = None,
+    ) -> BaseModelOutput | tuple[Tensor, ...]:
         """input_ids: (B, L). attention_mask: (B, L), 1 for real tokens. position_ids: (B, L); by default 0, 1, ... from
         each sequence's first real token. visible: (B, L), the tokens that may be attended to, if not all real ones."""
         x = self.token_embedding(input_ids) if inputs_embeds is None else inputs_embeds
@@ -190,8 +216,9 @@ class MaeLmModel(MaeLmPreTrainedModel):
         return output.to_tuple() if return_dict is False else output
 
 
-def _positions(config: MaeLmConfig, length: int, device: torch.device, attention_mask: Tensor | None,
-               position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+def _positions(
+    config: MaeLmConfig, length: int, device: torch.device, attention_mask: Tensor | None, position_ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """(places, steps): positions to embed, and positions (1 or B, L) whose differences are the tokens' distances."""
     if position_ids is not None:
         return position_ids, position_ids
@@ -224,8 +251,16 @@ class MaeLmDecoder(nn.Module):
         self.relative_bias = MaeLmRelativeBias(config, rule) if config.decoder_relative_bias else None
         self.blocks = nn.ModuleList(MaeLmBlock(config, 0.0, 0.0) for _ in range(config.decoder_layers))
 
-    def forward(self, encoded: Tensor, masked: Tensor, visible: Tensor, mask_embedding: Tensor, *,
-                attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        encoded: Tensor,
+        masked: Tensor,
+        visible: Tensor,
+        mask_embedding: Tensor,
+        *,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+    ) -> Tensor:
         """encoded: (B, L, d). masked, visible: (B, L) bool. Returns (B, L, d)."""
         places, steps = _positions(self.config, encoded.shape[1], encoded.device, attention_mask, position_ids)
         x: Tensor = torch.where(masked[..., None], mask_embedding.to(encoded.dtype), encoded)
@@ -270,9 +305,16 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
     def set_output_embeddings(self, value: nn.Linear) -> None:
         self.head.projection = value
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, position_ids: Tensor | None = None,
-                labels: Tensor | None = None, output_hidden_states: bool | None = None, return_dict: bool | None = None
-                ) -> MaskedLMOutput | tuple[Tensor, ...]:
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> MaskedLMOutput | tuple[Tensor, ...]:
         """labels: (B, L), -100 where no loss is wanted. hidden_states are the encoder's."""
         masked, visible = input_ids == self.config.mask_token_id, None
         if self.decoder is not None:
@@ -306,10 +348,17 @@ class MaeLmForSequenceClassification(MaeLmPreTrainedModel):
         self.classifier = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
 
-    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-                *, position_ids: Tensor | None = None, inputs_embeds: Tensor | None = None,
-                labels: Tensor | None = None, output_hidden_states: bool | None = None, return_dict: bool | None = None
-                ) -> SequenceClassifierOutput | tuple[Tensor, ...]:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> SequenceClassifierOutput | tuple[Tensor, ...]:
         """labels: (B,) classes; (B,) numbers if there is one label; (B, labels) zeros and ones if
         config.problem_type is "multi_label_classification"."""
         encoded = self.encoder(
@@ -343,11 +392,18 @@ class MaeLmForQuestionAnswering(MaeLmPreTrainedModel):
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
 
-    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-                *, position_ids: Tensor | None = None, inputs_embeds: Tensor | None = None,
-                start_positions: Tensor | None = None, end_positions: Tensor | None = None,
-                output_hidden_states: bool | None = None, return_dict: bool | None = None
-                ) -> QuestionAnsweringModelOutput | tuple[Tensor, ...]:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> QuestionAnsweringModelOutput | tuple[Tensor, ...]:
         """start_positions, end_positions: (B,) tokens; one outside the sequence does not count. Padding cannot win."""
         encoded = self.encoder(
             input_ids, attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,

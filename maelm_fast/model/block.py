@@ -44,8 +44,14 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.hidden_size, config.hidden_size)
         self.heads = (config.num_heads, config.head_dim)
 
-    def forward(self, x: Tensor, layout: AttentionLayout, bias: PositionBias | None, dropout: Dropout,
-                memory: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        layout: AttentionLayout,
+        bias: PositionBias | None,
+        dropout: Dropout,
+        memory: Tensor | None = None,
+    ) -> Tensor:
         """x: (Tq, d). memory: (Tk, d), what is attended to; x itself if None. Returns (Tq, d)."""
         d = x.shape[-1]
         if memory is None:
@@ -70,17 +76,23 @@ class Block(nn.Module):
         self.ffn_out = nn.Linear(config.ffn_size, config.hidden_size)
         self.ffn_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
-    def forward(self, x: Tensor, layout: AttentionLayout, bias: PositionBias | None = None,
-                dropout: Dropout = Dropout(), *, rows: Tensor | None = None, memory: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        layout: AttentionLayout,
+        bias: PositionBias | None = None,
+        dropout: Dropout = Dropout(),
+        *,
+        rows: Tensor | None = None,
+        memory: Tensor | None = None,
+    ) -> Tensor:
         """x: (T, d). rows: (Tq,) the rows to compute, all if None; layout.queries describes them. Returns (Tq, d)."""
         if rows is not None:
             memory = x if memory is None else memory
             x = x.index_select(0, rows)
         mixed = self.attention(x, layout, bias, dropout.at(0), memory)
         x = _add_norm(mixed, x, self.attention_norm, dropout.at(1))
-        hidden = ops.feed_forward(
-            x, self.ffn_in.weight, self.ffn_in.bias, self.ffn_out.weight, self.ffn_out.bias
-        )
+        hidden = ops.feed_forward(x, self.ffn_in.weight, self.ffn_in.bias, self.ffn_out.weight, self.ffn_out.bias)
         return _add_norm(hidden, x, self.ffn_norm, dropout.at(2))
 
 
@@ -108,7 +120,7 @@ def init_weights(module: nn.Module, config: ModelConfig) -> None:
 
 
 def sinusoids(positions: int, width: int) -> Tensor:
-    """(positions, width) sines and cosines of wavelengths from 2 pi to 20,000 pi; their root mean square is 1/sqrt(2)."""
+    """(positions, width) sines and cosines of wavelengths 2 pi to 20,000 pi; their root mean square is 1/sqrt(2)."""
     angles = torch.arange(positions)[:, None] / 10000.0 ** (torch.arange(0, width, 2)[None, :] / width)
     table = torch.stack([angles.sin(), angles.cos()], dim=-1)
     return table.reshape(positions, -1)[:, :width]

@@ -45,9 +45,7 @@ class SelfDecoder(Decoder):
         bias, everyone = self._bias(), AttentionLayout(batch.decoder)
         for block in self.blocks[:-1]:
             x = block(x, everyone, bias)
-        last: Tensor = self.blocks[-1](
-            x, AttentionLayout(batch.masked, batch.decoder), bias, rows=batch.masked_index
-        )
+        last: Tensor = self.blocks[-1](x, AttentionLayout(batch.masked, batch.decoder), bias, rows=batch.masked_index)
         return last
 
 

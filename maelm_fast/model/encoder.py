@@ -25,13 +25,20 @@ class Encoder(nn.Module):
         self.relative_bias = RelativeBias(config, config.relative_bias) if config.relative_bias != "none" else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
 
-    def forward(self, ids: Tensor, layout: Layout, *, dropout_seed: int = 0, rows: Tensor | None = None,
-                rows_layout: Layout | None = None, layers: list[Tensor] | None = None) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        layout: Layout,
+        *,
+        dropout_seed: int = 0,
+        last: tuple[Tensor, Layout] | None = None,
+        layers: list[Tensor] | None = None,
+    ) -> Tensor:
         """ids: (T,) int32. Returns (T, d).
 
-        dropout_seed: applies in training mode only. rows, rows_layout: (Tq,) rows to which the last layer is
-        restricted, and their layout; the result is then (Tq, d). layers: a list to which the embedding output and every
-        block's output are appended."""
+        dropout_seed: applies in training mode only. last: the rows (Tq,) int32 that the last layer computes, and their
+        layout; the result is then (Tq, d). layers: a list to which the embedding output and every block's output are
+        appended."""
         dropout = Dropout(self.dropout_p if self.training else 0.0, dropout_seed)
         norm = self.embedding_norm
         x = ops.embed_packed(
@@ -43,8 +50,8 @@ class Encoder(nn.Module):
         if layers is not None:
             layers.append(x)
         for i, block in enumerate(self.blocks):
-            if rows is not None and i == len(self.blocks) - 1:
-                x = block(x, AttentionLayout(rows_layout, layout), bias, dropout.at(1, i), rows=rows)
+            if last is not None and i == len(self.blocks) - 1:
+                x = block(x, AttentionLayout(last[1], layout), bias, dropout.at(1, i), rows=last[0])
             else:
                 x = block(x, everyone, bias, dropout.at(1, i))
             if layers is not None:

@@ -1,4 +1,6 @@
-"""MaeLm: encoder without [MASK], decoder, tied head. With `decoder="none"` it is the RoBERTa baseline on the same blocks.
+"""MaeLm: encoder without [MASK], decoder, tied head. With `decoder="none"` it is the RoBERTa baseline, same blocks.
+
+A step:
 
     model = MaeLm(presets.get("base").model)
     loss_sum, correct = model(batch)                 # batch: PackedBatch
@@ -66,15 +68,13 @@ class MaeLm(nn.Module):
     def masked_states(self, batch: PackedBatch, dropout_seed: int = 0) -> Tensor:
         """(M, d): what the head reads, one row per masked token."""
         if self.decoder is None:
-            return self.encoder(  # type: ignore[no-any-return]
-                batch.visible_ids, batch.visible, dropout_seed=dropout_seed, rows=batch.masked_index,
-                rows_layout=batch.masked,
-            )  # fmt: skip
+            last = (batch.masked_index, batch.masked)
+            return self.encoder(batch.visible_ids, batch.visible, dropout_seed=dropout_seed, last=last)  # type: ignore[no-any-return]
         encoded = self.encoder(batch.visible_ids, batch.visible, dropout_seed=dropout_seed)
         return self.decoder(encoded, batch, self.encoder.token_table[self.mask_id])  # type: ignore[no-any-return]
 
     def forward(self, batch: PackedBatch, dropout_seed: int | None = None) -> tuple[Tensor, Tensor]:
-        """(loss, correct): the sum of the masked tokens' losses in nats, 0-d fp32, and how many were predicted, 0-d int64.
+        """(loss, correct): sum of the masked tokens' losses in nats, 0-d fp32, and how many were predicted, 0-d int64.
 
         dropout_seed: from PyTorch's default generator if None. Divide the loss by the number of masked tokens of the
         whole update, over micro-batches and ranks."""

@@ -58,8 +58,17 @@ class PositionBias:
         return self._spread[id(grouping)]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, bias: PositionBias | None = None, *,
-              dropout_p: float = 0.0, seed: int = 0, backend: Backend = "auto") -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: AttentionLayout,
+    bias: PositionBias | None = None,
+    *,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+    backend: Backend = "auto",
+) -> Tensor:
     """For every sequence: softmax(q k^T / sqrt(head_dim) + bias[key_position - query_position]) v.
 
     q: (Tq, heads, head_dim). k, v: (Tk, heads, head_dim), the dtype of q. bias.line: (heads, 2P-1), P above the largest

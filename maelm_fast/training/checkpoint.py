@@ -41,7 +41,9 @@ def save(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer, progre
         shutil.rmtree(path)
 
     def fill(aside: Path) -> None:
-        save_file({name: t.detach().contiguous() for name, t in model.state_dict().items()}, aside / "model.safetensors")
+        save_file(
+            {name: t.detach().contiguous() for name, t in model.state_dict().items()}, aside / "model.safetensors"
+        )
         save_file(_optimizer_tensors(model, optimizer), aside / "optimizer.safetensors")
         write_json(aside / "state.json", asdict(progress))
 
@@ -56,7 +58,9 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Prog
     model.load_state_dict(load_file(path / "model.safetensors"))
     tensors = load_file(path / "optimizer.safetensors")
     for name, parameter in model.named_parameters():
-        state = {key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in tensors}
+        state = {
+            key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in tensors
+        }
         if state:  # a run whose every update so far was skipped has none
             optimizer.state[parameter] = {
                 key: value if key == "step" and parameter.device.type == "cpu" else value.to(parameter.device)

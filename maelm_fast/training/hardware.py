@@ -18,14 +18,16 @@ from maelm_fast.errors import UserError
 
 def choose_device(runtime: RuntimeConfig) -> torch.device:
     if runtime.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("runtime.device is cuda but PyTorch sees no GPU; set runtime.device=cpu, or see 'maelm-fast doctor'")
+        raise UserError(
+            "runtime.device is cuda but PyTorch sees no GPU; set runtime.device=cpu, or see 'maelm-fast doctor'"
+        )
     if runtime.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(runtime.device)
 
 
 def choose_precision(runtime: RuntimeConfig, device: torch.device) -> str:
-    """"bf16" or "fp32". auto is bf16, except on a CPU that would compute bf16 products many times slower than fp32."""
+    """ "bf16" or "fp32". auto is bf16, except on a CPU that would compute bf16 products many times slower than fp32."""
     if runtime.precision != "auto":
         return runtime.precision
     return "bf16" if device.type == "cuda" or cpu_has_bf16() else "fp32"
@@ -86,7 +88,9 @@ def _commit() -> str | None:
     git = ["git", "-C", str(root)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True).stdout
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
+        ).stdout
     except (OSError, subprocess.CalledProcessError):
         return None
     return head + ("+" if changed.strip() else "")

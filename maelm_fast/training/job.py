@@ -64,14 +64,15 @@ def pretrain(preset: str, config: RunConfig, data: str, out: str, initial: Initi
     return run
 
 
-def _fit_model(preset: str, config: RunConfig, store: TokenStore, vocab_size: int, initial: Initial | None,
-               tokenizer: Any) -> RunConfig:
-    """The configuration with the vocabulary of the store and, with `initial`, the shape of the encoder to start from."""
+def _fit_model(
+    preset: str, config: RunConfig, store: TokenStore, vocab_size: int, initial: Initial | None, tokenizer: Any
+) -> RunConfig:
+    """The configuration with the store's vocabulary and, with `initial`, the shape of the encoder to start from."""
     model, asked = config.model, config.model.vocab_size
     if asked != presets.get(preset).model.vocab_size and asked != vocab_size:
         raise UserError(
-            f"model.vocab_size is {asked} but the store {store.path} has {vocab_size} tokens; leave model.vocab_size out, "
-            f"or prepare the data with --vocab-size {asked}"
+            f"model.vocab_size is {asked} but the store {store.path} has {vocab_size} tokens; leave model.vocab_size "
+            f"out, or prepare the data with --vocab-size {asked}"
         )
     if initial is not None:
         model = adapt(model, initial)
@@ -89,7 +90,7 @@ def _fit_model(preset: str, config: RunConfig, store: TokenStore, vocab_size: in
     if store.manifest.seq_len > model.max_positions:
         raise UserError(
             f"the store's sequences of up to {store.manifest.seq_len} tokens do not fit model.max_positions "
-            f"{model.max_positions}; prepare the data with --seq-len {model.max_positions}, or raise model.max_positions"
+            f"{model.max_positions}; prepare the data with --seq-len {model.max_positions}, or raise it"
         )
     return replace(config, model=model)
 
@@ -157,8 +158,9 @@ def _lock(run: RunDir) -> Iterator[None]:
                 os.rmdir(run.path)
 
 
-def _banner(run: RunDir, preset: str, config: RunConfig, trainer: Trainer, store: TokenStore, precision: str,
-            device: str) -> str:
+def _banner(
+    run: RunDir, preset: str, config: RunConfig, trainer: Trainer, store: TokenStore, precision: str, device: str
+) -> str:
     parameters = sum(p.numel() for p in trainer.model.parameters())
     samples, updates = len(store), config.optim.max_steps * config.optim.batch_size
     return (

@@ -19,7 +19,8 @@ def learning_rate(config: OptimConfig, update: int) -> float:
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """Fused AdamW over all parameters; its lr is set before every update."""
-    decayed, plain = [], []
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         matrix = parameter.ndim >= 2 and not name.endswith("relative_bias.weight")
         (decayed if matrix or config.decay == "all" else plain).append(parameter)

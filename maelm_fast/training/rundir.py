@@ -1,11 +1,11 @@
 """A run's directory: what is where, and how to read a run back.
 
-    config.yaml      preset, data, and the full merged configuration
-    env.json         versions, hardware, commit of each start
-    tokenizer.json   the store's tokenizer, so that the run can be used without the store
-    metrics.jsonl    one row per logged update and per evaluation
-    checkpoints/     step_N/: model.safetensors, optimizer.safetensors, state.json, checksums.json
-    report/          plots and tables
+config.yaml      preset, data, and the full merged configuration
+env.json         versions, hardware, commit of each start
+tokenizer.json   the store's tokenizer, so that the run can be used without the store
+metrics.jsonl    one row per logged update and per evaluation
+checkpoints/     step_N/: model.safetensors, optimizer.safetensors, state.json, checksums.json
+report/          plots and tables
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def load_run(path: str | Path, step: int | None = None) -> LoadedRun:
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
     """What masking needs of a tokenizer."""
     ids = special_ids(tokenizer)
-    return Vocabulary(tokenizer.get_vocab_size(), ids["<mask>"], tuple(sorted(set(ids.values()))))
+    return Vocabulary(tokenizer.get_vocab_size(), ids["mask"], tuple(sorted(ids.values())))
 
 
 def _one_line(error: Exception) -> str:

@@ -31,7 +31,9 @@ class Metrics:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
         except OSError as error:
-            raise UserError(f"cannot write {self._file.name}: {error.strerror}; free some space and run again") from None
+            raise UserError(
+                f"cannot write {self._file.name}: {error.strerror}; free some space and run again"
+            ) from None
 
     def sync(self) -> None:
         self._file.flush()

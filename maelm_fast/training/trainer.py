@@ -49,8 +49,17 @@ def build_model(config: RunConfig, vocabulary: Vocabulary) -> MaeLm:
 class Trainer:
     """One run on one device. Construct, then `resume()` if there is something to resume, then `train()`."""
 
-    def __init__(self, run: RunDir, config: RunConfig, model: MaeLm, train: TokenStore, validation: TokenStore,
-                 vocabulary: Vocabulary, device: torch.device, precision: str) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        config: RunConfig,
+        model: MaeLm,
+        train: TokenStore,
+        validation: TokenStore,
+        vocabulary: Vocabulary,
+        device: torch.device,
+        precision: str,
+    ) -> None:
         self.run, self.config, self.device, self.precision = run, config, device, precision
         self.model = model.to(device)
         self.vocabulary, self.validation = vocabulary, validation
@@ -78,7 +87,11 @@ class Trainer:
         )
         metrics = Metrics(self.run, progress.step)
         meter = _Meter(self.config, device_name(self.device) if self.device.type == "cuda" else "")
-        with contextlib.closing(metrics), Display(progress.step, self.config.optim.max_steps) as display, self._signals():
+        with (
+            contextlib.closing(metrics),
+            Display(progress.step, self.config.optim.max_steps) as display,
+            self._signals(),
+        ):
             for micro_batches in updates:
                 row = self._update(micro_batches, meter)
                 step, last = progress.step, progress.step == self.config.optim.max_steps
@@ -98,7 +111,9 @@ class Trainer:
                 if progress.finished or self._stop_signal:
                     break
             if self._stop_signal:
-                display.say(f"{self._stop_signal.name}: saved at step {progress.step:,}; the same command goes on from there")
+                display.say(
+                    f"{self._stop_signal.name}: saved at step {progress.step:,}; the same command goes on from there"
+                )
         return progress
 
     def _update(self, micro_batches: list[PackedBatch], meter: _Meter) -> dict[str, Any]:
@@ -140,7 +155,9 @@ class Trainer:
         progress = self.progress
         progress.skipped += 1
         progress.skipped_in_a_row += 1
-        log.warning("update %d skipped: its gradient is not finite (%d in a row)", progress.step, progress.skipped_in_a_row)
+        log.warning(
+            "update %d skipped: its gradient is not finite (%d in a row)", progress.step, progress.skipped_in_a_row
+        )
         if progress.skipped_in_a_row >= self.config.runtime.max_nonfinite:
             first = progress.step * self.batches.per_update
             ids = [int(s) for i in range(self.batches.per_update) for s in self.batches.samples(first + i)[0]]
@@ -155,7 +172,13 @@ class Trainer:
         progress, runtime = self.progress, self.config.runtime
         result = evaluate(self.model, self._validation_batches(), self.device, self._autocast)
         unigram = self.validation.manifest.unigram_nats
-        row = {"kind": "validation", "step": progress.step, "tokens": progress.tokens, **result, "unigram_nats": unigram}
+        row = {
+            "kind": "validation",
+            "step": progress.step,
+            "tokens": progress.tokens,
+            **result,
+            "unigram_nats": unigram,
+        }
         metrics.write(row)
         gap = unigram - result["val_loss"]
         display.say(
@@ -225,7 +248,11 @@ def evaluate(model: MaeLm, batches: Iterator[PackedBatch], device: torch.device,
         correct += batch_correct
         masked += batch.counts.masked
     mean = float(loss) / max(masked, 1)
-    return {"val_loss": mean, "val_perplexity": math.exp(min(mean, 700.0)), "val_accuracy": float(correct) / max(masked, 1)}
+    return {
+        "val_loss": mean,
+        "val_perplexity": math.exp(min(mean, 700.0)),
+        "val_accuracy": float(correct) / max(masked, 1),
+    }
 
 
 class _Meter:
@@ -265,5 +292,3 @@ def _out_of_memory(error: Exception, sequences: int) -> Exception:
             f"(the update's batch stays the same)"
         )
     return error
-
-

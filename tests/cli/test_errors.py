@@ -14,7 +14,7 @@ from maelm_fast.cli.main import main
 from maelm_fast.training.job import pretrain as run_job
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
-from test_run import config  # noqa: E402
+from test_run import config
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ CASES = {
     "text too long": ("fill {p}/run {long}", "this model takes at most"),
     "tau out of range": ("rank {p}/run --tau 0", "--tau must lie"),
     "plot of nothing": ("plot {p}/none --out {p}/out.png", "none"),
-    "export format that would be wrong": ("export {p}/run --to hf --format roberta --out {p}/out", "no relative position bias"),
+    "export format that would be wrong": ("export {p}/run --to hf --format roberta", "no relative position bias"),
     "export over something": ("export {p}/run --to hf --out {p}/notrun", "exists already"),
     "show what is no store": ("data show {p}/run", "is not a token store"),
     "preset to show unknown": ("presets nothing", "unknown preset 'nothing'"),

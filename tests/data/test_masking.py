@@ -20,8 +20,14 @@ def sequences(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
     return [np.concatenate([[0], draw.integers(4, 499, n - 2), [2]])[:n] if n > 1 else np.array([0]) for n in lengths]
 
 
-def packed(rows: list[np.ndarray], masking: MaskingConfig = MaskingConfig(), sees_mask: bool = False, seed: int = 0,
-           first: int = 0, epoch: int = 0) -> PackedBatch:
+def packed(
+    rows: list[np.ndarray],
+    masking: MaskingConfig = MaskingConfig(),
+    sees_mask: bool = False,
+    seed: int = 0,
+    first: int = 0,
+    epoch: int = 0,
+) -> PackedBatch:
     samples = np.arange(first, first + len(rows))
     return pack(rows, samples, np.full(len(rows), epoch), masking, VOCABULARY, seed, sees_mask)
 
@@ -119,7 +125,9 @@ def test_bert_policy(sees_mask: bool) -> None:
     random = ~is_mask & ~kept
     total = batch.counts.masked
     for share, expected in ((is_mask, 0.8), (random, 0.1), (kept, 0.1)):
-        assert int(share.sum()) / total == pytest.approx(expected, abs=4 * np.sqrt(expected * (1 - expected) / total) + 2e-4)
+        assert int(share.sum()) / total == pytest.approx(
+            expected, abs=4 * np.sqrt(expected * (1 - expected) / total) + 2e-4
+        )
     assert not set(shown[random].tolist()) & set(VOCABULARY.special)
     if not sees_mask:
         assert VOCABULARY.mask_id not in batch.visible_ids

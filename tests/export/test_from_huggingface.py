@@ -16,8 +16,10 @@ from maelm_fast.config import ModelConfig
 from maelm_fast.data.masking import Vocabulary, pack_masked
 from maelm_fast.errors import UserError
 from maelm_fast.export.from_huggingface import read_checkpoint
+from maelm_fast.export.huggingface import export
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training.initial import adapt, load_initial
+from maelm_fast.training.rundir import LoadedRun
 
 transformers = pytest.importorskip("transformers")
 SHAPE = {
@@ -56,8 +58,11 @@ def checkpoints(make: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
 def edited(checkpoints: Path, tmp_path: Path) -> Callable[..., Path]:
     """edited(kind, change of config.json, change of the tensors): a copy of a checkpoint."""
 
-    def copy(kind: str, config: dict[str, Any] | None = None,
-             tensors: Callable[[dict[str, torch.Tensor]], None] = lambda _: None) -> Path:
+    def copy(
+        kind: str,
+        config: dict[str, Any] | None = None,
+        tensors: Callable[[dict[str, torch.Tensor]], None] = lambda _: None,
+    ) -> Path:
         data = json.loads((checkpoints / kind / "config.json").read_text())
         weights = load_file(checkpoints / kind / "model.safetensors")
         tensors(weights)
@@ -100,6 +105,23 @@ def test_a_bare_model_leaves_head_and_decoder_fresh(make: Callable[..., Any], tm
     make(kind, "Model").save_pretrained(tmp_path)
     _, fresh = ours_from(tmp_path, decoder="cross", decoder_layers=1)
     assert {name.split(".")[0] for name in fresh} == {"decoder", "head"}
+
+
+@pytest.mark.parametrize("fields", [{}, {"decoder": "none"}, {"decoder": "none", "relative_bias": "none"}])
+def test_our_own_export_reads_back_bit_for_bit(
+    make_run: Callable[..., LoadedRun], tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    run = make_run(**fields)
+    export(run, tmp_path / "out")
+    initial = read_checkpoint(tmp_path / "out")
+    assert initial.vocabulary == run.tokenizer.get_vocab()
+    assert adapt(run.config.model, initial) == run.config.model
+    head = run.config.model.decoder == "none"
+    expected = {n: t for n, t in run.model.state_dict().items() if n.startswith("encoder.") or head}
+    assert initial.state.keys() == expected.keys()
+    for name, tensor in initial.state.items():
+        rows = run.config.model.vocab_size if name in ("encoder.token_table", "head.vocabulary_bias") else None
+        assert torch.equal(tensor[:rows], expected[name][:rows]), name
 
 
 def test_half_precision_pickles_and_old_names(checkpoints: Path, edited: Callable[..., Path]) -> None:
@@ -147,8 +169,9 @@ def test_the_vocabulary_comes_along(checkpoints: Path, edited: Callable[..., Pat
         ("mpnet", {"relative_attention_num_buckets": 64}, "fixed at 32"),
     ],
 )
-def test_configurations_that_do_not_fit_are_refused(edited: Callable[..., Path], kind: str, change: dict[str, Any],
-                                                    words: str) -> None:
+def test_configurations_that_do_not_fit_are_refused(
+    edited: Callable[..., Path], kind: str, change: dict[str, Any], words: str
+) -> None:
     with pytest.raises(UserError, match=words) as error:
         read_checkpoint(edited(kind, change))
     assert "\n" not in str(error.value)
@@ -163,8 +186,9 @@ def test_configurations_that_do_not_fit_are_refused(edited: Callable[..., Path],
         (lambda t: t.update({"roberta.embeddings.token_type_embeddings.weight": torch.ones(1, 5)}), "does not fit"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(edited: Callable[..., Path], change: Callable[..., None],
-                                             words: str) -> None:
+def test_tensors_that_do_not_fit_are_refused(
+    edited: Callable[..., Path], change: Callable[..., None], words: str
+) -> None:
     with pytest.raises(UserError, match=words) as error:
         read_checkpoint(edited("roberta", None, change))
     assert "\n" not in str(error.value)

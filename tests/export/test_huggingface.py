@@ -53,8 +53,9 @@ def own(make_run: MakeRun, tmp_path_factory: pytest.TempPathFactory) -> tuple[Lo
         ("layoutlmv3", {"num_heads": 4, "decoder": "none"}, ("layoutlmv3", "LayoutLMv3Model")),
     ],
 )
-def test_every_format_equals_our_model(make_run: MakeRun, tmp_path: Path, asked: str, fields: dict[str, Any],
-                                       written: tuple[str, str]) -> None:
+def test_every_format_equals_our_model(
+    make_run: MakeRun, tmp_path: Path, asked: str, fields: dict[str, Any], written: tuple[str, str]
+) -> None:
     report = export(make_run(**fields), tmp_path / "out", asked)
     assert (report.format, report.architecture) == written
     assert report.differences.layers == 3
@@ -113,8 +114,9 @@ def _change_one_element(name: str) -> Callable[[dict[str, Any]], None]:
         lambda state: state.update({k: v * float("nan") for k, v in state.items() if "word" in k}),
     ],
 )
-def test_a_wrong_export_is_noticed_and_leaves_nothing(make_run: MakeRun, tmp_path: Path, spoil: Callable[..., None],
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_export_is_noticed_and_leaves_nothing(
+    make_run: MakeRun, tmp_path: Path, spoil: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = huggingface.stock_state
 
     def wrong(*arguments: Any) -> dict[str, Any]:
@@ -129,8 +131,9 @@ def test_a_wrong_export_is_noticed_and_leaves_nothing(make_run: MakeRun, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["head.norm.weight", "head.projection.bias", "decoder.blocks.1.ffn_in.weight"])
-def test_a_wrong_head_or_decoder_is_noticed(make_run: MakeRun, tmp_path: Path, name: str,
-                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_head_or_decoder_is_noticed(
+    make_run: MakeRun, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = huggingface.own_state
 
     def wrong(model: Any) -> dict[str, Any]:
@@ -165,8 +168,9 @@ def test_a_wrong_tokenizer_is_noticed(make_run: MakeRun, tmp_path: Path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
-def test_an_interrupted_export_leaves_nothing(make_run: MakeRun, tmp_path: Path,
-                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_export_leaves_nothing(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
@@ -311,8 +315,9 @@ def test_the_shipped_bucket_rules_are_ours() -> None:
                 assert theirs == bucket(distance, rule, buckets, furthest), (distance, rule, buckets, furthest)
 
 
-def test_command(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                 capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(command, "load_run", lambda path, step: replace(make_run(), step=step or 10))
     assert command.main([str(tmp_path / "run"), "--to", "hf", "--step", "7"]) == 0
     out = tmp_path / "run" / "export" / "mpnet-step_7"

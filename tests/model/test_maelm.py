@@ -19,7 +19,14 @@ from maelm_fast.model.maelm import MaeLm
 
 VOCABULARY = Vocabulary(100, 99, (0, 1, 2, 3, 99))
 SMALL = ModelConfig(
-    vocab_size=100, max_positions=512, hidden_size=16, num_layers=2, num_heads=2, ffn_size=24, decoder_layers=2, dropout=0.0
+    vocab_size=100,
+    max_positions=512,
+    hidden_size=16,
+    num_layers=2,
+    num_heads=2,
+    ffn_size=24,
+    decoder_layers=2,
+    dropout=0.0,
 )
 DECODERS = ["self", "cross", "none"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -78,13 +79,11 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3, 5, 7])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_resume_is_bitwise(cut: int, workers: int, store: Path, whole: Path, tmp_path: Path,
-                           monkeypatch: pytest.MonkeyPatch) -> None:
-    """A crash after any update, between checkpoints or on one; accumulation over three micro-batches, 0 or 2 workers."""
-    if workers and cut not in (3,):
-        pytest.skip("worker processes are slow to start: one cut is enough")
+@pytest.mark.parametrize(("cut", "workers"), [(1, 0), (2, 0), (3, 0), (5, 0), (7, 0), (3, 2)])
+def test_resume_is_bitwise(
+    cut: int, workers: int, store: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash after any update, between checkpoints or on one, with accumulation over three micro-batches."""
     update = Trainer._update
 
     def dies(self: Trainer, *args: Any) -> dict[str, Any]:
@@ -94,9 +93,10 @@ def test_resume_is_bitwise(cut: int, workers: int, store: Path, whole: Path, tmp
 
     out = tmp_path / "run"
     asked = config(runtime={"workers": workers})
-    with monkeypatch.context() as patch, pytest.raises(Killed):
+    with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_update", dies)
-        pretrain("tiny", asked, str(store), str(out))
+        with pytest.raises(Killed):
+            pretrain("tiny", asked, str(store), str(out))
     pretrain("tiny", asked, str(store), str(out))
     assert_same(out, whole)
 
@@ -180,8 +180,9 @@ def damaged_copy(whole: Path, tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "missing", "no checksums"])
-def test_a_damaged_checkpoint_is_passed_over(damage: str, store: Path, whole: Path, tmp_path: Path,
-                                             caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_checkpoint_is_passed_over(
+    damage: str, store: Path, whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run, newest = damaged_copy(whole, tmp_path)
     file = newest / "model.safetensors"
     if damage == "truncate":
@@ -215,8 +216,9 @@ def test_an_unfinished_metrics_line_is_dropped(store: Path, whole: Path, tmp_pat
     assert_same(run, whole)
 
 
-def test_a_failed_save_costs_only_itself(store: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                         caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_save_costs_only_itself(
+    store: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A disk that is full for the second save: the first stays, training goes on, nothing half-written is left."""
     save_file, calls = checkpoint.save_file, []
 
@@ -245,8 +247,9 @@ def test_the_last_save_must_succeed(store: Path, tmp_path: Path, monkeypatch: py
         pretrain("tiny", config(), str(store), str(tmp_path / "run"))
 
 
-def test_nonfinite_updates_are_skipped_counted_and_end_the_run(store: Path, tmp_path: Path,
-                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonfinite_updates_are_skipped_counted_and_end_the_run(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forward = trainer.MaeLm.forward
     bad = {2}
 
@@ -269,7 +272,7 @@ def test_nonfinite_updates_are_skipped_counted_and_end_the_run(store: Path, tmp_
     assert all(torch.isfinite(t).all() for t in final_weights(once).values())
 
     bad |= {2, 3, 4}
-    with pytest.raises(UserError, match="3 updates in a row .* step 4"):
+    with pytest.raises(UserError, match=r"3 updates in a row .* step 4"):
         pretrain("tiny", config(runtime={"max_nonfinite": 3}), str(store), str(tmp_path / "often"))
     listed = json.loads((tmp_path / "often" / "nonfinite.json").read_text())
     assert listed["step"] == 4
@@ -332,7 +335,7 @@ def test_init_from_a_run(store: Path, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     asked = config(optim={"max_steps": 1, "warmup_steps": 0, "lr": 1e-12}, runtime={"eval_samples": 20})
     pretrain("tiny", asked, str(store), str(out), initial)
-    start_loss = [r for r in rows(out) if r["kind"] == "validation"][0]["val_loss"]
+    start_loss = next(r for r in rows(out) if r["kind"] == "validation")["val_loss"]
     end_loss = [r for r in rows(whole) if r["kind"] == "validation"][-1]["val_loss"]
     assert start_loss == pytest.approx(end_loss, rel=1e-5)
     other = tmp_path / "roberta"  # the encoder carries over to another objective, the decoder does not
@@ -365,6 +368,8 @@ def test_workers_build_the_same_batches(store: Path) -> None:
     alone = list(training_updates(batches, 2, 6, workers=0, pin_memory=False))
     helped = list(training_updates(batches, 2, 6, workers=2, pin_memory=False))
     assert [len(update) for update in alone] == [3] * 4
-    for a, b in zip(sum(alone, []), sum(helped, []), strict=True):
-        assert all(torch.equal(getattr(a, n), getattr(b, n)) for n in ("visible_ids", "labels", "source", "masked_index"))
+    for a, b in zip(itertools.chain(*alone), itertools.chain(*helped), strict=True):
+        assert all(
+            torch.equal(getattr(a, n), getattr(b, n)) for n in ("visible_ids", "labels", "source", "masked_index")
+        )
         assert a.lengths == b.lengths

@@ -124,14 +124,16 @@ def _group_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, bias: Tensor
     v_g = v.view(count, lk, heads, dim) if group.key_rows is None else v[group.key_rows]
     if bias is None and dropout_p == 0.0:
         mask = None if group.key_valid is None else group.key_valid[:, None, None, :]
-        out = F.scaled_dot_product_attention(q_g.transpose(1, 2), k_g.transpose(1, 2), v_g.transpose(1, 2), mask)
-        return out.transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q_g.transpose(1, 2), k_g.transpose(1, 2), v_g.transpose(1, 2), mask)
+        return mixed.transpose(1, 2)
     out: Tensor = ChunkedAttention.apply(q_g, k_g, v_g, bias, group.key_valid, dropout_p, seed)
     return out
 
 
 class ChunkedAttention(torch.autograd.Function):
-    """Attention with bias and dropout, a chunk of sequences at a time, nothing of size Lq x Lk kept."""
+    """Attention with bias and dropout, a chunk of sequences at a time, nothing of size Lq x Lk kept.
+
+    Dropout's 1 / (1 - p) is applied to the output and to its gradient, which are smaller than the weights."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key_valid: Tensor | None,
@@ -144,8 +146,8 @@ class ChunkedAttention(torch.autograd.Function):
                 q_c, k_c, v_c = (_heads_first(x, chunk) for x in (q, k, v))
                 weights = _weights(q_c, k_c, bias, key_valid, chunk)
                 if dropout_p:
-                    weights.mul_(_scaled_keep(weights, dropout_p, fold_seed(seed, i)))
-                out[chunk] = (weights @ v_c).permute(1, 2, 0, 3)
+                    weights.mul_(_keep(weights, dropout_p, fold_seed(seed, i)))
+                out[chunk] = (weights @ v_c).mul_(1.0 / (1.0 - dropout_p)).permute(1, 2, 0, 3)
         return out
 
     @staticmethod
@@ -157,11 +159,12 @@ class ChunkedAttention(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             for i, chunk in enumerate(_chunks(q, k)):
                 q_c, k_c, v_c, g_c = (_heads_first(x, chunk) for x in (q, k, v, grad_out))
+                g_c = g_c * (1.0 / (1.0 - ctx.dropout_p))
                 weights = _weights(q_c, k_c, bias, key_valid, chunk)
                 grad = g_c @ v_c.transpose(-1, -2)
                 dropped = weights
                 if ctx.dropout_p:
-                    keep = _scaled_keep(weights, ctx.dropout_p, fold_seed(ctx.seed, i))
+                    keep = _keep(weights, ctx.dropout_p, fold_seed(ctx.seed, i))
                     grad.mul_(keep)
                     dropped = keep.mul_(weights)
                 grad_v[chunk] = (dropped.transpose(-1, -2) @ g_c).permute(1, 2, 0, 3)
@@ -180,7 +183,7 @@ def _chunks(q: Tensor, k: Tensor) -> list[slice]:
 
 
 def _heads_first(x: Tensor, chunk: slice) -> Tensor:
-    """(G, L, H, D) -> contiguous (H, c, L, D) in the dtype to compute in: fp32 on a CPU (bf16 products are slow there)."""
+    """(G, L, H, D) -> contiguous (H, c, L, D) in the dtype to compute in: on a CPU fp32, as bf16 products are slow."""
     dtype = torch.promote_types(x.dtype, torch.float32) if x.device.type == "cpu" else x.dtype
     return x[chunk].permute(2, 0, 1, 3).to(dtype).contiguous()
 
@@ -192,11 +195,12 @@ def _weights(q: Tensor, k: Tensor, bias: Tensor | None, key_valid: Tensor | None
         scores.add_(bias[:, chunk])
     if key_valid is not None:
         scores.masked_fill_(~key_valid[chunk][None, :, None, :], float("-inf"))
-    return scores.softmax(dim=-1)
+    weights: Tensor = scores.softmax(dim=-1)
+    return weights
 
 
-def _scaled_keep(like: Tensor, p: float, seed: int) -> Tensor:
-    return keep_mask(like.shape, p, seed, like.device).to(like.dtype).mul_(1.0 / (1.0 - p))
+def _keep(like: Tensor, p: float, seed: int) -> Tensor:
+    return keep_mask(like.shape, p, seed, like.device, like.dtype)
 
 
 class SpreadLine(torch.autograd.Function):

@@ -8,7 +8,9 @@ from torch import Tensor
 
 
 def masked_logits(hidden: Tensor, table: Tensor, bias: Tensor, vocab_size: int) -> Tensor:
-    """(M, vocab_size) scores of hidden (M, d) against the tied table (V, d); rows past vocab_size only pad the table."""
+    """(M, vocab_size) scores of hidden (M, d) against the tied table (V, d); rows past vocab_size only pad it."""
+    if vocab_size == table.shape[0]:  # slicing nothing off would still cost the backward pass a table of zeros
+        return F.linear(hidden, table, bias)
     return F.linear(hidden, table[:vocab_size], bias[:vocab_size])
 
 

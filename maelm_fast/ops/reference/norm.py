@@ -37,10 +37,10 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, *, eps: 
 
 def scatter_to_decoder(encoder_out: Tensor, source: Tensor, mask_embedding: Tensor, positions: Tensor,
                        position_table: Tensor, weight: Tensor, bias: Tensor, *, eps: float) -> Tensor:
-    """The decoder's input: layer_norm(where(source >= 0, encoder_out[source], mask_embedding) + position_table[positions]).
+    """layer_norm(where(source >= 0, encoder_out[source], mask_embedding) + position_table[positions]).
 
-    encoder_out: (T, d). source, positions: (N,) int32; source is an encoder row or -1. mask_embedding: (d,).
-    Returns (N, d) in encoder_out's dtype."""
+    The decoder's input. encoder_out: (T, d). source, positions: (N,) int32; source is an encoder row or -1.
+    mask_embedding: (d,). Returns (N, d) in encoder_out's dtype."""
     mask_embedding = mask_embedding.to(encoder_out.dtype)
     if encoder_out.shape[0] == 0:  # every token is masked: no row to gather, not even to discard
         x = mask_embedding.expand(source.shape[0], -1)
