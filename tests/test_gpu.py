@@ -1,0 +1,82 @@
+"""The same computations on a CUDA device. Run by make gpu; needs neither data nor network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from maelm_fast import presets
+from maelm_fast.batch import PackedBatch
+from maelm_fast.data.masking import Vocabulary, pack
+from maelm_fast.model.maelm import MaeLm
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+PRESETS = ["tiny", "tiny_cross", "roberta_tiny"]
+
+
+def model_and_batch(name: str, lengths: list[int]) -> tuple[MaeLm, PackedBatch]:
+    run = presets.change(presets.get(name), model={"dropout": 0.1})
+    torch.manual_seed(0)
+    model = MaeLm(run.model)
+    rows = [np.random.default_rng(i).integers(4, 1023, n) for i, n in enumerate(lengths)]
+    vocabulary = Vocabulary(1024, 1023, (0, 1, 2, 3, 1023))
+    n = len(rows)
+    return model, pack(rows, np.arange(n), np.zeros(n, int), run.masking, vocabulary, 0, model.encoder_sees_mask)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("lengths", [[64] * 8, [128, 3, 77, 1, 90]], ids=["full", "documents"])
+def test_float64_loss_and_gradients_equal_the_cpu(name: str, lengths: list[int]) -> None:
+    model, batch = model_and_batch(name, lengths)
+    model = model.double().eval()
+    loss, correct = model(batch)
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    model = model.cuda()
+    there, correct_there = model(batch.to("cuda"))
+    grads_there = torch.autograd.grad(there, list(model.parameters()))
+    torch.testing.assert_close(there.cpu(), loss, rtol=1e-11, atol=0)
+    assert int(correct) == int(correct_there)
+    for (parameter, _), a, b in zip(model.named_parameters(), grads, grads_there, strict=True):
+        torch.testing.assert_close(b.cpu(), a, rtol=1e-8, atol=1e-9, msg=lambda m, p=parameter: f"{p}: {m}")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_bf16_trains(name: str) -> None:
+    model, batch = model_and_batch(name, [64] * 32)
+    model, batch = model.cuda().train(), batch.to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
+    losses = []
+    for step in range(100):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss, _ = model(batch, dropout_seed=step)
+        (loss / batch.counts.masked).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item() / batch.counts.masked)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_run_on_the_gpu_goes_on_from_its_checkpoint(store: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    from maelm_fast.training.job import pretrain
+    from maelm_fast.training.rundir import RunDir
+
+    run = presets.change(
+        presets.get("tiny"),
+        optim={"max_steps": 6, "warmup_steps": 2, "batch_size": 8},
+        runtime={"device": "cuda", "log_every": 1, "save_every": 3, "eval_samples": 32},
+    )
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    pretrain("tiny", run, str(store), str(whole))
+    pretrain("tiny", run, str(store), str(cut))
+    last = RunDir(cut).checkpoint(6)
+    (last / "model.safetensors").write_bytes(b"damaged")
+    pretrain("tiny", run, str(store), str(cut))
+    losses = [[row["loss"] for row in RunDir(r).metrics() if row["kind"] == "train"] for r in (whole, cut)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
