@@ -120,6 +120,7 @@ def small() -> RunConfig:
             "decoder_layers": 2,
             "decoder_relative_bias": True,
             "position_init": "sinusoidal",
+            "relative_init": "local",
             "dropout": 0.0,
         },
         optim={"batch_size": 256, "max_steps": 20_000, "warmup_steps": 1_000},
@@ -151,8 +152,9 @@ def tiny() -> RunConfig:
             "num_heads": 4,
             "ffn_size": 512,
             "decoder_layers": 1,
+            "init_std": 0.05,
         },
-        optim={"lr": 7e-4, "batch_size": 32, "max_steps": 3_000, "warmup_steps": 200},
+        optim={"lr": 1e-3, "batch_size": 32, "max_steps": 1_600, "warmup_steps": 100},
         runtime={"micro_batch_size": 32, "workers": 0, "eval_every": 250, "save_every": 500, "eval_samples": 1024},
     )
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from maelm_fast import ops
 from maelm_fast.config import ModelConfig
+from maelm_fast.model.position_bias import RelativeBias
 from maelm_fast.ops import AttentionLayout, PositionBias
 from maelm_fast.philox import fold_seed
 
@@ -105,8 +106,8 @@ def position_table(config: ModelConfig) -> nn.Parameter:
 
 
 def init_weights(module: nn.Module, config: ModelConfig) -> None:
-    """N(0, init_std) for every matrix and table, zero biases, unit norms (released code); position tables sinusoidal
-    on request, scaled to the same standard deviation (ours)."""
+    """N(0, init_std) for every matrix and table, zero biases, unit norms (released code); on request sinusoidal
+    position tables of the same standard deviation, and relative biases that favour near keys (both ours)."""
     for name, parameter in module.named_parameters():
         if "norm" in name:
             nn.init.constant_(parameter, 1.0 if name.endswith("weight") else 0.0)
@@ -117,6 +118,9 @@ def init_weights(module: nn.Module, config: ModelConfig) -> None:
                 parameter.copy_(sinusoids(*parameter.shape) * (config.init_std * 2**0.5))
         else:
             nn.init.normal_(parameter, std=config.init_std)
+    for child in module.modules():
+        if isinstance(child, RelativeBias) and config.relative_init == "local":
+            child.init_local()
 
 
 def sinusoids(positions: int, width: int) -> Tensor:

@@ -50,8 +50,11 @@ def _released_magnitude(d: int, half: int, max_distance: int) -> int:
 
 def bucket_line(rule: str, buckets: int, max_distance: int, max_positions: int) -> Tensor:
     """(2P-1,) int64: the bucket of each distance from -(P-1) to P-1."""
-    distances = range(1 - max_positions, max_positions)
-    return torch.tensor([bucket(d, rule, buckets, max_distance) for d in distances])
+    return torch.tensor(_buckets_by_distance(rule, buckets, max_distance, max_positions))
+
+
+def _buckets_by_distance(rule: str, buckets: int, max_distance: int, max_positions: int) -> list[int]:
+    return [bucket(d, rule, buckets, max_distance) for d in range(1 - max_positions, max_positions)]
 
 
 class RelativeBias(nn.Module):
@@ -61,9 +64,26 @@ class RelativeBias(nn.Module):
     def __init__(self, config: ModelConfig, rule: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.relative_buckets, config.num_heads))
-        line = bucket_line(rule, config.relative_buckets, config.relative_max_distance, config.max_positions)
+        setting = (rule, config.relative_buckets, config.relative_max_distance, config.max_positions)
+        self._by_distance = _buckets_by_distance(*setting)
         self.buckets: Tensor
-        self.register_buffer("buckets", line, persistent=False)
+        self.register_buffer("buckets", torch.tensor(self._by_distance), persistent=False)
 
     def forward(self) -> Tensor:
         return self.weight[self.buckets].t().contiguous()
+
+    @torch.no_grad()
+    def init_local(self) -> None:
+        """Near keys first: minus a slope times the distance, the slope halving from one pair of heads to the next; of a
+        pair, one head prefers what comes before, the other what comes after. A bucket counts as its nearest distance.
+
+        Adam moves a bias by at most the learning rate an update, so that from zero it takes a tiny model thousands of
+        updates to find its neighbours; until then it predicts token frequencies (ours)."""
+        values = [[0.0] * self.weight.shape[1] for _ in range(self.weight.shape[0])]
+        reach = len(self._by_distance) // 2
+        for distance in sorted(range(-reach, reach + 1), key=abs, reverse=True):
+            for head in range(self.weight.shape[1]):
+                far_side = distance * (-1) ** head > 0
+                slope = 0.5 ** (head // 2) * (2.0 if far_side else 1.0)
+                values[self._by_distance[distance + reach]][head] = -slope * abs(distance)
+        self.weight.copy_(torch.tensor(values))

@@ -61,3 +61,17 @@ def test_line_is_the_table_by_distance() -> None:
     line = bias()
     assert line.shape == (2, 39)
     assert torch.equal(line[:, 19 + 3], bias.weight[bucket(3, "t5", 32, 128)])
+
+
+@pytest.mark.parametrize("rule", ["t5", "released"])
+def test_local_initialisation_favours_near_keys_on_both_sides(rule: str) -> None:
+    bias = RelativeBias(ModelConfig(max_positions=64, num_heads=4, hidden_size=8), rule)
+    torch.nn.init.normal_(bias.weight)
+    bias.init_local()
+    before, after = bias().detach()[:, :63].flip(1), bias().detach()[:, 64:]  # by distance 1, 2, ...
+    assert torch.equal(bias().detach()[:, 63], torch.zeros(4))
+    for side in (before, after):
+        assert (side.diff(dim=1) <= 0).all()
+        assert (side[:, 0] < 0).all()
+    assert (before[::2] > after[::2]).all()
+    assert (after[1::2] > before[1::2]).all()

@@ -96,8 +96,9 @@ def _starts(lengths: tuple[int, ...]) -> list[int]:
     return starts
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, grouping: Grouping, biases: list[Tensor] | None, dropout_p: float,
-              seed: int) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, grouping: Grouping, biases: list[Tensor] | None, dropout_p: float, seed: int
+) -> Tensor:
     """q: (Tq, H, D). k, v: (Tk, H, D). biases: per group (H, G, Lq, Lk), or None. Returns (Tq, H, D)."""
     groups = grouping.groups
     if len(groups) == 1 and groups[0].query_rows is None:
@@ -114,8 +115,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, grouping: Grouping, biases: list[
     return result
 
 
-def _group_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, bias: Tensor | None, dropout_p: float,
-                     seed: int) -> Tensor:
+def _group_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: Group, bias: Tensor | None, dropout_p: float, seed: int
+) -> Tensor:
     """(G, Lq, H, D); rows of padded queries hold nothing of use."""
     count, lq, lk = group.shape
     heads, dim = q.shape[1:]
@@ -136,8 +138,16 @@ class ChunkedAttention(torch.autograd.Function):
     Dropout's 1 / (1 - p) is applied to the output and to its gradient, which are smaller than the weights."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key_valid: Tensor | None,
-                dropout_p: float, seed: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        key_valid: Tensor | None,
+        dropout_p: float,
+        seed: int,
+    ) -> Tensor:
         ctx.save_for_backward(q, k, v, bias, key_valid)
         ctx.dropout_p, ctx.seed = dropout_p, seed
         out = torch.empty_like(q)

@@ -10,8 +10,17 @@ from maelm_fast.ops.reference.dropout import dropout
 from maelm_fast.philox import fold_seed
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, queries: Layout, keys: Layout, line: Tensor | None = None, *,
-              dropout_p: float = 0.0, seed: int = 0) -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Layout,
+    keys: Layout,
+    line: Tensor | None = None,
+    *,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+) -> Tensor:
     """softmax(q k^T / sqrt(head_dim) + line[head, key_position - query_position + P - 1]) v, sequence by sequence.
 
     q: (Tq, heads, head_dim). k, v: (Tk, heads, head_dim). line: (heads, 2P-1) or None. A query without keys gives 0.

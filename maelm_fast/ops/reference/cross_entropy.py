@@ -14,8 +14,9 @@ def masked_logits(hidden: Tensor, table: Tensor, bias: Tensor, vocab_size: int) 
     return F.linear(hidden, table[:vocab_size], bias[:vocab_size])
 
 
-def masked_cross_entropy(hidden: Tensor, table: Tensor, bias: Tensor, labels: Tensor, *,
-                         vocab_size: int) -> tuple[Tensor, Tensor]:
+def masked_cross_entropy(
+    hidden: Tensor, table: Tensor, bias: Tensor, labels: Tensor, *, vocab_size: int
+) -> tuple[Tensor, Tensor]:
     """(F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(-1) == labels).sum()), softmax in fp32.
 
     hidden: (M, d). table: (V, d) with V >= vocab_size. bias: (V,). labels: (M,) int32. Both results are 0-d: the loss

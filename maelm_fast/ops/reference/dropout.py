@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 
-def keep_mask(shape: Sequence[int], p: float, seed: int, device: torch.device,
-              dtype: torch.dtype = torch.bool) -> Tensor:
+def keep_mask(
+    shape: Sequence[int], p: float, seed: int, device: torch.device, dtype: torch.dtype = torch.bool
+) -> Tensor:
     """Tensor of `shape`, True (or 1 in another dtype) with probability 1 - p, else False (0)."""
     generator = torch.Generator(device).manual_seed(seed)
     count = math.prod(shape)

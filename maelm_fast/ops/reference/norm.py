@@ -17,8 +17,18 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.element_size() >= 4 else x.float()
 
 
-def embed_packed(ids: Tensor, positions: Tensor, token_table: Tensor, position_table: Tensor, weight: Tensor,
-                 bias: Tensor, *, eps: float, dropout_p: float = 0.0, seed: int = 0) -> Tensor:
+def embed_packed(
+    ids: Tensor,
+    positions: Tensor,
+    token_table: Tensor,
+    position_table: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    eps: float,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+) -> Tensor:
     """dropout(layer_norm(token_table[ids] + position_table[positions])).
 
     ids, positions: (T,) int32. token_table: (V, d). position_table: (P, d). weight, bias: (d,). Returns (T, d)."""
@@ -26,8 +36,9 @@ def embed_packed(ids: Tensor, positions: Tensor, token_table: Tensor, position_t
     return dropout(layer_norm(x, weight, bias, eps), dropout_p, seed)
 
 
-def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, *, eps: float, dropout_p: float = 0.0,
-             seed: int = 0) -> Tensor:
+def add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, *, eps: float, dropout_p: float = 0.0, seed: int = 0
+) -> Tensor:
     """layer_norm(residual + dropout(x)), a post-LN sublayer's end; the sum is not rounded before the norm.
 
     x, residual: (T, d). weight, bias: (d,). Returns (T, d) in x's dtype."""
@@ -35,8 +46,17 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, *, eps: 
     return layer_norm(total, weight, bias, eps).to(x.dtype)
 
 
-def scatter_to_decoder(encoder_out: Tensor, source: Tensor, mask_embedding: Tensor, positions: Tensor,
-                       position_table: Tensor, weight: Tensor, bias: Tensor, *, eps: float) -> Tensor:
+def scatter_to_decoder(
+    encoder_out: Tensor,
+    source: Tensor,
+    mask_embedding: Tensor,
+    positions: Tensor,
+    position_table: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    eps: float,
+) -> Tensor:
     """layer_norm(where(source >= 0, encoder_out[source], mask_embedding) + position_table[positions]).
 
     The decoder's input. encoder_out: (T, d). source, positions: (N,) int32; source is an encoder row or -1.
