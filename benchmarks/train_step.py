@@ -40,10 +40,11 @@ from torch import Tensor, nn
 from benchmarks.peers import PAD_ID, copy_weights, hugging_face_inputs, hugging_face_roberta
 from maelm_fast import presets
 from maelm_fast.batch import PackedBatch
-from maelm_fast.config import MaskingConfig, ModelConfig
+from maelm_fast.config import MaskingConfig, ModelConfig, RuntimeConfig
 from maelm_fast.data.masking import Vocabulary, pack
 from maelm_fast.model.flops import peak_flops, training_flops
 from maelm_fast.model.maelm import MaeLm
+from maelm_fast.training.hardware import choose_precision, cpu_has_bf16
 
 HF = "hf"
 GATE_TOLERANCE = 1e-5  # relative difference of two fp32 losses summed in different orders
@@ -273,7 +274,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def cpu_note(settings: Settings) -> str | None:
-    if settings.device == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if settings.device == "cuda" or cpu_has_bf16():
         return None
     return "this CPU has no bf16 matrix instructions; fp32 is the precision to train in here, for every contestant"
 
@@ -287,16 +288,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=0.15, help="mask rate")
     parser.add_argument("--dropout", default="preset", help="a rate for every contestant, or preset")
     parser.add_argument("--bias", action=argparse.BooleanOptionalAction, help="relative position bias; default: preset")
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: as a run chooses")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSONL file that the rows are appended to")
     options = parser.parse_args(arguments)
 
     names = options.models.split(",") + ([HF] if options.peers else [])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    precision = choose_precision(RuntimeConfig(precision=options.precision), torch.device(device))
     settings = Settings(
-        batch=options.batch, seq=options.seq, rate=options.rate, bias=options.bias, precision=options.precision,
+        batch=options.batch, seq=options.seq, rate=options.rate, bias=options.bias, precision=precision,
         dropout=None if options.dropout == "preset" else float(options.dropout), shape=names[0],
-        device="cuda" if torch.cuda.is_available() else "cpu",
+        device=device,
     )  # fmt: skip
     note = cpu_note(settings)
     if note:
