@@ -43,7 +43,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.train_step --peers hf
 
 gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu" tests
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu tests/test_gpu.py
 	PYTHONPATH=. $(PYTHON) -m benchmarks.train_step --peers hf --batch 32
 
 clean:

@@ -155,7 +155,14 @@ def tiny() -> RunConfig:
             "init_std": 0.05,  # 0.02 at a width of 768 makes products of this size
         },
         optim={"lr": 1e-3, "batch_size": 32, "max_steps": 1_600, "warmup_steps": 100},
-        runtime={"micro_batch_size": 32, "workers": 0, "eval_every": 250, "save_every": 500, "eval_samples": 1024},
+        runtime={
+            "micro_batch_size": 32,
+            "workers": 0,
+            "log_every": 10,
+            "eval_every": 250,
+            "save_every": 500,
+            "eval_samples": 1024,
+        },
     )
 
 

@@ -6,6 +6,7 @@ the data is therefore one integer, the number of updates done; resuming needs no
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import numpy as np
@@ -61,11 +62,19 @@ def training_updates(
         num_workers=workers,
         prefetch_factor=2 * batches.per_update if workers else None,
         multiprocessing_context="spawn" if workers else None,
+        worker_init_fn=_leave_signals_to_the_trainer,
         pin_memory=pin_memory,
     )
     stream = iter(loader)
     for _ in range(first, last):
         yield [next(stream) for _ in range(batches.per_update)]
+
+
+def _leave_signals_to_the_trainer(_: int) -> None:
+    """A stop signal often goes to the whole process group. The trainer still needs batches to end the update in hand
+    and save; a worker ends when the trainer does."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def validation_batches(

@@ -52,12 +52,10 @@ class Display:
         self._last_plain = 0.0
         self._progress = None
         if sys.stdout.isatty():
-            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+            from rich.progress import BarColumn, Progress, TextColumn
 
-            columns = (TextColumn("{task.fields[text]}"), BarColumn(bar_width=24), TimeElapsedColumn(),
-                       TextColumn("{task.fields[eta]}"))  # fmt: skip
-            self._progress = Progress(*columns)
-            self._task = self._progress.add_task("", total=max_steps, completed=first_step, text="starting", eta="")
+            self._progress = Progress(TextColumn("{task.fields[text]}"), BarColumn(bar_width=10))
+            self._task = self._progress.add_task("", total=max_steps, completed=first_step, text="starting")
 
     def __enter__(self) -> Self:
         if self._progress is not None:
@@ -71,16 +69,16 @@ class Display:
     def update(self, row: dict[str, Any]) -> None:
         text = (
             f"step {row['step']:,}/{self.max_steps:,}  loss {row['loss']:.3f}  "
-            f"masked acc {row['accuracy']:6.1%}  {row['tokens_per_s']:,.0f} tok/s"
+            f"accuracy {row['accuracy']:.1%}  {row['tokens_per_s']:,.0f} tok/s"
         )
         if row.get("mfu") is not None:
             text += f"  MFU {row['mfu']:.1%}"
-        eta = f"ETA {self._eta(row['step'])}"
+        text += f"  ETA {self._eta(row['step'])}"
         if self._progress is not None:
-            self._progress.update(self._task, completed=row["step"], text=text, eta=eta)
+            self._progress.update(self._task, completed=row["step"], text=text)
         elif time.monotonic() - self._last_plain >= _PLAIN_SECONDS or row["step"] == self.max_steps:
             self._last_plain = time.monotonic()
-            print(f"{text}  {eta}", flush=True)
+            print(text, flush=True)
 
     def say(self, text: str) -> None:
         if self._progress is not None:

@@ -127,13 +127,25 @@ import sys
 sys.path.insert(0, {tests!r})
 from test_run import config
 from maelm_fast.training.job import pretrain
-pretrain("tiny", config(optim={{"max_steps": 60}}), {store!r}, {out!r})
+if __name__ == "__main__":
+    asked = config(optim={{"max_steps": 60}}, runtime={{"workers": {workers}}})
+    pretrain("tiny", asked, {store!r}, {out!r})
 """
 
 
-def start(store: Path, out: Path) -> subprocess.Popen[str]:
-    code = CHILD.format(tests=str(Path(__file__).parent), store=str(store), out=str(out))
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def start(store: Path, out: Path, workers: int = 0) -> subprocess.Popen[str]:
+    code = CHILD.format(tests=str(Path(__file__).parent), store=str(store), out=str(out), workers=workers)
+    script = out.with_suffix(".py")  # a file, since spawned workers import the main module
+    script.write_text(code)
+    command = [sys.executable, str(script)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def finish(child: subprocess.Popen[str]) -> None:
+    output, _ = child.communicate(timeout=240)
+    assert child.returncode == 0, output
 
 
 def wait_for_step(out: Path, step: int) -> None:
@@ -147,19 +159,30 @@ def wait_for_step(out: Path, step: int) -> None:
 
 def test_sigkill_and_sigterm_leave_a_run_that_goes_on_bit_for_bit(store: Path, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert start(store, whole).wait(timeout=240) == 0
+    finish(start(store, whole))
     killed = start(store, cut)
     wait_for_step(cut, 17)
     killed.kill()
-    killed.wait()
+    killed.communicate()
     asked = start(store, cut)
     wait_for_step(cut, 35)
     asked.send_signal(signal.SIGTERM)
     output, _ = asked.communicate(timeout=60)
     assert asked.returncode == 0
     assert "SIGTERM: saved at step" in output
-    assert start(store, cut).wait(timeout=240) == 0
+    finish(start(store, cut))
     assert_same(cut, whole)
+
+
+def test_a_signal_to_the_whole_group_stops_a_run_with_workers(store: Path, tmp_path: Path) -> None:
+    """As a terminal's Ctrl-C or a scheduler sends it: the workers must live until the trainer has saved."""
+    out = tmp_path / "run"
+    child = start(store, out, workers=2)
+    wait_for_step(out, 5)
+    os.killpg(child.pid, signal.SIGTERM)
+    output, _ = child.communicate(timeout=60)
+    assert child.returncode == 0, output
+    assert "SIGTERM: saved at step" in output
 
 
 def test_a_finished_run_is_left_alone(store: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -316,7 +339,7 @@ def test_two_processes_cannot_write_one_run(store: Path, tmp_path: Path) -> None
             pretrain("tiny", config(optim={"max_steps": 60}), str(store), str(out))
     finally:
         child.kill()
-        child.wait()
+        child.communicate()
 
 
 def test_loaded_run_computes_what_was_trained(store: Path, whole: Path) -> None:
