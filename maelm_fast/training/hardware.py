@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import subprocess
@@ -14,6 +15,8 @@ import torch
 
 from maelm_fast.config import RuntimeConfig
 from maelm_fast.errors import UserError
+
+log = logging.getLogger(__name__)
 
 
 def choose_device(runtime: RuntimeConfig) -> torch.device:
@@ -28,9 +31,14 @@ def choose_device(runtime: RuntimeConfig) -> torch.device:
 
 def choose_precision(runtime: RuntimeConfig, device: torch.device) -> str:
     """ "bf16" or "fp32". auto is bf16, except on a CPU that would compute bf16 products many times slower than fp32."""
+    bf16_is_fast = device.type == "cuda" or cpu_has_bf16()
+    if runtime.precision == "bf16" and not bf16_is_fast:
+        log.warning(
+            "this CPU has no bf16 matrix instructions: bf16 is many times slower here than runtime.precision=fp32"
+        )
     if runtime.precision != "auto":
         return runtime.precision
-    return "bf16" if device.type == "cuda" or cpu_has_bf16() else "fp32"
+    return "bf16" if bf16_is_fast else "fp32"
 
 
 def cpu_has_bf16() -> bool:

@@ -1,0 +1,35 @@
+"""The precision a run takes, on a machine that has bf16 matrix instructions and on one that has not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from maelm_fast.config import RuntimeConfig
+from maelm_fast.training import hardware
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "has_bf16", "taken", "warned"),
+    [
+        ("auto", "cpu", False, "fp32", False),
+        ("auto", "cpu", True, "bf16", False),
+        ("auto", "cuda", False, "bf16", False),
+        ("bf16", "cpu", False, "bf16", True),
+        ("bf16", "cpu", True, "bf16", False),
+        ("fp32", "cpu", True, "fp32", False),
+        ("fp32", "cuda", False, "fp32", False),
+    ],
+)
+def test_precision(
+    asked: str,
+    device: str,
+    has_bf16: bool,
+    taken: str,
+    warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(hardware, "cpu_has_bf16", lambda: has_bf16)
+    assert hardware.choose_precision(RuntimeConfig(precision=asked), torch.device(device)) == taken  # type: ignore[arg-type]
+    assert ("no bf16 matrix instructions" in caplog.text) is warned
