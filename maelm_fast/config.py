@@ -141,6 +141,22 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BackendConfig:
+    """Which implementation runs each op. auto: the fastest that can. A named one runs, or the run ends with the reasons
+    it cannot. triton: the kernels; native: the compiled extension; reference: plain PyTorch."""
+
+    mask_and_pack: Literal["auto", "host", "triton", "reference"] = "auto"
+    """host: on the CPU, in the loader. triton and reference: on the training device. auto: host."""
+    embed_packed: Literal["auto", "triton", "native", "reference"] = "auto"
+    attention: Literal["auto", "grouped", "reference"] = "auto"
+    add_norm: Literal["auto", "triton", "native", "reference"] = "auto"
+    feed_forward: Literal["auto", "triton", "reference"] = "auto"
+    scatter_to_decoder: Literal["auto", "native", "reference"] = "auto"
+    masked_cross_entropy: Literal["auto", "triton", "chunked", "reference"] = "auto"
+    """chunked: the kernel's algorithm in plain PyTorch, for the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
     """How the run is carried out and watched. Changes speed and files, not what is computed (up to rounding)."""
 
@@ -149,6 +165,7 @@ class RuntimeConfig:
     """bf16: autocast over fp32 master weights. auto: bf16, but fp32 on a CPU without bf16 matrix instructions."""
     micro_batch_size: int = 32
     """Sequences per forward pass on one rank; gradients accumulate over the update's batch."""
+    backend: BackendConfig = field(default_factory=BackendConfig)
     workers: int = 0
     """Loader processes. The batches are the same for every number."""
     log_every: int = 10
@@ -203,7 +220,7 @@ def from_dict(cls: type, data: dict[str, Any], path: str = "") -> Any:
     values = {}
     for name in known:
         require(name in data, f"config: key '{path}{name}' is missing")
-        sub = SECTIONS.get(name) if cls is RunConfig else None
+        sub = SECTIONS.get((cls, name))
         value = data[name]
         values[name] = (
             from_dict(sub, value, f"{path}{name}.") if sub else tuple(value) if isinstance(value, list) else value
@@ -211,9 +228,10 @@ def from_dict(cls: type, data: dict[str, Any], path: str = "") -> Any:
     return cls(**values)
 
 
-SECTIONS: dict[str, type] = {
-    "model": ModelConfig,
-    "masking": MaskingConfig,
-    "optim": OptimConfig,
-    "runtime": RuntimeConfig,
+SECTIONS: dict[tuple[type, str], type] = {
+    (RunConfig, "model"): ModelConfig,
+    (RunConfig, "masking"): MaskingConfig,
+    (RunConfig, "optim"): OptimConfig,
+    (RunConfig, "runtime"): RuntimeConfig,
+    (RuntimeConfig, "backend"): BackendConfig,
 }

@@ -13,6 +13,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests are small: more threads, 
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel module is imported
+
 from maelm_fast.data.prepare import PrepareConfig, prepare
 
 WORDS = """

@@ -8,17 +8,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "maelm_fast"
-LEAVES = {"errors", "config", "batch", "philox"}
+LEAVES = {"errors", "config", "batch", "philox", "native"}
 MAY_IMPORT = {
     "errors": set(),
     "config": {"errors"},
     "batch": set(),
     "philox": set(),
+    "native": set(),
     "presets": {"config", "errors"},
-    "ops": LEAVES,
+    "kernels": set(),
+    "ops": LEAVES | {"kernels"},
     "model": LEAVES | {"ops"},
     "data": LEAVES,
-    "training": LEAVES | {"presets", "model", "data"},
+    "training": LEAVES | {"presets", "model", "data", "ops"},
     "analysis": LEAVES | {"presets", "model", "data", "training", "ops"},
     "export": LEAVES | {"presets", "model", "data", "training", "ops"},
     "cli": LEAVES | {"presets", "model", "data", "training", "analysis", "export", "ops"},

@@ -10,13 +10,14 @@ import difflib
 import itertools
 import re
 from argparse import ArgumentError
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings  # type: ignore[attr-defined]
 
 from maelm_fast import presets
-from maelm_fast.config import SECTIONS, RunConfig
+from maelm_fast.config import SECTIONS, RunConfig, from_dict, to_dict
 from maelm_fast.errors import UserError
 
 _EPILOG = "Options are taken in the order given: a later --config or option overrides an earlier one."
@@ -45,8 +46,7 @@ def parse(argv: list[str]) -> dict[str, Any]:
         files = [value for option, value in itertools.pairwise(argv) if option == "--config"]
         where = f"{', '.join(files)}: " if "Problems parsing config" in str(error) else ""
         raise UserError(where + _one_line(str(error), parser)) from None
-    sections = {name: cls(**_plain(values[name], cls)) for name, cls in SECTIONS.items()}
-    run = RunConfig(**sections, seed=values["seed"])
+    run = from_dict(RunConfig, {field.name: values[field.name] for field in dataclasses.fields(RunConfig)})
     return {key: values[key] for key in ("preset", "data", "out", "init_from")} | {"run": run}
 
 
@@ -59,21 +59,20 @@ def _parser(preset: RunConfig) -> ArgumentParser:
     origins = "a run of ours, or a Hugging Face RoBERTa, BERT or MPNet checkpoint"
     parser.add_argument("--init-from", metavar="DIR", help=f"start from {origins}")
     parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of the options below")
-    for name, section in SECTIONS.items():
-        parser.add_class_arguments(section, name)
+    for (owner, name), section in SECTIONS.items():
+        if owner is RunConfig:
+            parser.add_class_arguments(section, name)
     parser.add_argument("--seed", type=int, default=preset.seed, help="of initialisation, order, masks and dropout")
-    parser.set_defaults(
-        {
-            f"{name}.{field.name}": getattr(getattr(preset, name), field.name)
-            for name in SECTIONS
-            for field in dataclasses.fields(SECTIONS[name])
-        }
-    )
+    parser.set_defaults(dict(_leaves(to_dict(preset))))
     return parser
 
 
-def _plain(values: dict[str, Any], section: type) -> dict[str, Any]:
-    return {field.name: values[field.name] for field in dataclasses.fields(section)}
+def _leaves(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
 
 
 def _one_line(message: str, parser: ArgumentParser) -> str:

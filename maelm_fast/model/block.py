@@ -8,7 +8,8 @@ Shapes: T rows of the input, Tq query rows, d hidden size, H heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,22 +19,27 @@ from maelm_fast import ops
 from maelm_fast.config import ModelConfig
 from maelm_fast.model.position_bias import RelativeBias
 from maelm_fast.ops import AttentionLayout, PositionBias
-from maelm_fast.philox import fold_seed
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of one forward pass: every place draws its mask from `seed` and its own coordinates."""
+    """Dropout of one forward pass: every site draws its mask from `seed`, one int64 on the device, and its own place,
+    a number known when the model is traced."""
 
     p: float = 0.0
-    seed: int = 0
+    seed: Tensor | None = None
+    place: int = 0
 
-    def at(self, *place: int) -> Dropout:
-        return Dropout(self.p, fold_seed(self.seed, *place)) if self.p else self
+    def at(self, *path: int) -> Dropout:
+        """The site at `path` below this one; distinct for up to three coordinates below 1023."""
+        place = self.place
+        for coordinate in path:
+            place = place * 1024 + coordinate + 1
+        return replace(self, place=place) if self.p else self
 
     @property
-    def arguments(self) -> dict[str, float | int]:
-        return {"dropout_p": self.p, "seed": self.seed}
+    def arguments(self) -> dict[str, Any]:
+        return {"dropout_p": self.p, "seed": self.seed, "place": self.place}
 
 
 class Attention(nn.Module):
@@ -61,7 +67,7 @@ class Attention(nn.Module):
             q = F.linear(x, self.qkv.weight[:d], self.qkv.bias[:d]).view(-1, *self.heads)
             projected = F.linear(memory, self.qkv.weight[d:], self.qkv.bias[d:])
             k, v = projected.view(-1, 2, *self.heads).unbind(1)
-        mixed: Tensor = ops.attention(q, k, v, layout, bias, dropout_p=dropout.p, seed=dropout.seed)
+        mixed: Tensor = ops.attention(q, k, v, layout, bias, **dropout.arguments)
         out: Tensor = self.out(mixed.reshape(x.shape))
         return out
 
@@ -98,7 +104,7 @@ class Block(nn.Module):
 
 
 def _add_norm(x: Tensor, residual: Tensor, norm: nn.LayerNorm, dropout: Dropout) -> Tensor:
-    return ops.add_norm(x, residual, norm.weight, norm.bias, eps=norm.eps, **dropout.arguments)  # type: ignore[arg-type]
+    return ops.add_norm(x, residual, norm.weight, norm.bias, eps=norm.eps, **dropout.arguments)
 
 
 def position_table(config: ModelConfig) -> nn.Parameter:

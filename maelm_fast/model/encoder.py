@@ -30,20 +30,20 @@ class Encoder(nn.Module):
         ids: Tensor,
         layout: Layout,
         *,
-        dropout_seed: int = 0,
+        dropout_seed: Tensor | None = None,
         last: tuple[Tensor, Layout] | None = None,
         layers: list[Tensor] | None = None,
     ) -> Tensor:
         """ids: (T,) int32. Returns (T, d).
 
-        dropout_seed: applies in training mode only. last: the rows (Tq,) int32 that the last layer computes, and their
-        layout; the result is then (Tq, d). layers: a list to which the embedding output and every block's output are
-        appended."""
+        dropout_seed: one int64 on the device, needed in training mode if the model has dropout. last: the rows (Tq,)
+        int32 that the last layer computes, and their layout; the result is then (Tq, d). layers: a list to which the
+        embedding output and every block's output are appended."""
         dropout = Dropout(self.dropout_p if self.training else 0.0, dropout_seed)
         norm = self.embedding_norm
         x = ops.embed_packed(
             ids, layout.positions, self.token_table, self.position_table, norm.weight, norm.bias, eps=norm.eps,
-            dropout_p=dropout.p, seed=dropout.at(0).seed,
+            **dropout.at(0).arguments,
         )  # fmt: skip
         bias = PositionBias(self.relative_bias()) if self.relative_bias is not None else None
         everyone = AttentionLayout(layout)

@@ -65,7 +65,7 @@ class MaeLm(nn.Module):
         """Whether batches for this model leave [MASK] in the encoder's row."""
         return self.decoder is None
 
-    def masked_states(self, batch: PackedBatch, dropout_seed: int = 0) -> Tensor:
+    def masked_states(self, batch: PackedBatch, dropout_seed: Tensor | None = None) -> Tensor:
         """(M, d): what the head reads, one row per masked token."""
         if self.decoder is None:
             last = (batch.masked_index, batch.masked)
@@ -73,15 +73,21 @@ class MaeLm(nn.Module):
         encoded = self.encoder(batch.visible_ids, batch.visible, dropout_seed=dropout_seed)
         return self.decoder(encoded, batch, self.encoder.token_table[self.mask_id])  # type: ignore[no-any-return]
 
-    def forward(self, batch: PackedBatch, dropout_seed: int | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: PackedBatch, dropout_seed: Tensor | int | None = None) -> tuple[Tensor, Tensor]:
         """(loss, correct): sum of the masked tokens' losses in nats, 0-d fp32, and how many were predicted, 0-d int64.
 
-        dropout_seed: from PyTorch's default generator if None. Divide the loss by the number of masked tokens of the
+        dropout_seed: one int64, a tensor on the device where a captured graph is to be replayed with others; from PyTorch's
+        default generator if None. Divide the loss by the number of masked tokens of the
         whole update, over micro-batches and ranks."""
-        if dropout_seed is None:
-            dropout_seed = int(torch.randint(2**62, ())) if self.training and self.config.dropout else 0
-        states = self.masked_states(batch, dropout_seed)
+        states = self.masked_states(batch, self._seed(dropout_seed, batch.visible_ids.device))
         return self.head.loss(states, self.encoder.token_table, batch.labels)
+
+    def _seed(self, seed: Tensor | int | None, device: torch.device) -> Tensor | None:
+        if not (self.training and self.config.dropout):
+            return None
+        if seed is None:
+            return torch.randint(2**62, (), device=device)
+        return seed if isinstance(seed, Tensor) else torch.full((), seed, dtype=torch.int64, device=device)
 
     def logits(self, batch: PackedBatch) -> Tensor:
         """(M, vocab_size) scores of the masked tokens."""

@@ -1,19 +1,25 @@
 """The ops: pure functions over packed rows, each equal to the PyTorch line in its docstring.
 
-Each runs as its plain PyTorch reference (ops/reference), on any device; attention has backends (ops/attention.py).
+Each has backends (ops/dispatch.py): plain PyTorch (ops/reference) on any device, Triton kernels, the compiled extension.
 """
 
+from maelm_fast.ops.add_norm import add_norm
 from maelm_fast.ops.attention import AttentionLayout, PositionBias, attention
-from maelm_fast.ops.reference.cross_entropy import masked_cross_entropy, masked_logits
+from maelm_fast.ops.dispatch import backends, set_backends
+from maelm_fast.ops.embed_packed import embed_packed
+from maelm_fast.ops.feed_forward import feed_forward
+from maelm_fast.ops.masked_cross_entropy import masked_cross_entropy
 from maelm_fast.ops.reference.dropout import dropout
-from maelm_fast.ops.reference.feed_forward import feed_forward
-from maelm_fast.ops.reference.norm import add_norm, embed_packed, layer_norm, scatter_to_decoder
+from maelm_fast.ops.reference.layer_norm import layer_norm
+from maelm_fast.ops.reference.masked_cross_entropy import masked_logits
+from maelm_fast.ops.scatter_to_decoder import scatter_to_decoder
 
 __all__ = [
     "AttentionLayout",
     "PositionBias",
     "add_norm",
     "attention",
+    "backends",
     "dropout",
     "embed_packed",
     "feed_forward",
@@ -21,4 +27,5 @@ __all__ = [
     "masked_cross_entropy",
     "masked_logits",
     "scatter_to_decoder",
+    "set_backends",
 ]

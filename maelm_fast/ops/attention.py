@@ -1,26 +1,17 @@
-"""attention(): packed sequences, original positions, an optional relative position bias, a named backend.
-
-A backend runs what it is named for or raises with the reason it cannot; "auto" takes the fastest one that can and logs
-its choice once.
-"""
+"""attention(): packed sequences, original positions, an optional relative position bias."""
 
 from __future__ import annotations
 
 import functools
-import logging
-from typing import Literal
 
 from torch import Tensor
 
 from maelm_fast.batch import Layout
 from maelm_fast.errors import UserError
+from maelm_fast.ops import dispatch
 from maelm_fast.ops.backends.grouped import Grouping, SpreadLine
 from maelm_fast.ops.backends.grouped import attention as grouped_attention
 from maelm_fast.ops.reference.attention import attention as reference_attention
-
-Backend = Literal["auto", "grouped", "reference"]
-BACKENDS = ("grouped", "reference")
-log = logging.getLogger(__name__)
 
 
 class AttentionLayout:
@@ -66,26 +57,20 @@ def attention(
     bias: PositionBias | None = None,
     *,
     dropout_p: float = 0.0,
-    seed: int = 0,
-    backend: Backend = "auto",
+    seed: Tensor | None = None,
+    place: int = 0,
+    backend: str | None = None,
 ) -> Tensor:
     """For every sequence: softmax(q k^T / sqrt(head_dim) + bias[key_position - query_position]) v.
 
     q: (Tq, heads, head_dim). k, v: (Tk, heads, head_dim), the dtype of q. bias.line: (heads, 2P-1), P above the largest
-    position. dropout_p: dropout on the attention weights, its mask a function of `seed`. A query without keys gives 0.
-    Returns (Tq, heads, head_dim). Raises UserError when the named backend does not exist."""
-    if backend == "auto":
-        backend = _default_backend()
+    position. dropout_p: dropout on the attention weights, its mask a function of seed (one int64) and place. A query without
+    keys gives 0. Returns (Tq, heads, head_dim). Raises UserError when the named backend does not exist."""
+    backend = dispatch.pick("attention", backend, q.device, {"grouped": dispatch.always, "reference": dispatch.always})
     if backend == "grouped":
         biases = bias.spread(layout.grouping) if bias is not None else None
-        return grouped_attention(q, k, v, layout.grouping, biases, dropout_p, seed)
-    if backend == "reference":
-        line = bias.line if bias is not None else None
-        return reference_attention(q, k, v, layout.queries, layout.keys, line, dropout_p=dropout_p, seed=seed)
-    raise UserError(f"attention: no backend '{backend}'; there are: auto, {', '.join(BACKENDS)}")
-
-
-@functools.cache
-def _default_backend() -> Backend:
-    log.info("attention backend: grouped (PyTorch, sequences of like length computed together)")
-    return "grouped"
+        return grouped_attention(q, k, v, layout.grouping, biases, dropout_p, seed, place)
+    line = bias.line if bias is not None else None
+    return reference_attention(
+        q, k, v, layout.queries, layout.keys, line, dropout_p=dropout_p, seed=seed, place=place
+    )  # fmt: skip

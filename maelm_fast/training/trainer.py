@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maelm_fast import ops
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import RunConfig
 from maelm_fast.data.loader import TrainingBatches, training_updates, validation_batches
@@ -91,6 +92,7 @@ class Trainer:
             contextlib.closing(metrics),
             Display(progress.step, self.config.optim.max_steps) as display,
             self._signals(),
+            ops.backends(runtime.backend),
         ):
             for micro_batches in updates:
                 row = self._update(micro_batches, meter)

@@ -147,10 +147,10 @@ def test_dropout_is_seeded_and_scaled(bias: bool, lengths: list[int]) -> None:
     q, k, v, line = inputs(layout, layout)
     v = torch.ones_like(v)  # then each output is the sum of its kept weights, 1 on average
     plan, extra = AttentionLayout(layout), PositionBias(line) if bias else None
-    outs = [attention(q, k, v, plan, extra, dropout_p=0.3, seed=s) for s in (7, 7, 8)]
+    outs = [attention(q, k, v, plan, extra, dropout_p=0.3, seed=torch.tensor(s)) for s in (7, 7, 8)]
     assert torch.equal(outs[0], outs[1])
     assert not torch.equal(outs[0], outs[2])
-    many = torch.stack([attention(q, k, v, plan, extra, dropout_p=0.3, seed=s).mean() for s in range(60)])
+    many = torch.stack([attention(q, k, v, plan, extra, dropout_p=0.3, seed=torch.tensor(s)).mean() for s in range(60)])
     assert abs(float(many.mean()) - 1.0) < 4 * float(many.std()) / 60**0.5 + 1e-3
 
 
@@ -161,7 +161,7 @@ def test_dropout_gradient_is_that_of_the_same_mask(monkeypatch: pytest.MonkeyPat
     tensors = [t.requires_grad_() for t in inputs(layout, layout)]
 
     def function(q: Tensor, k: Tensor, v: Tensor, line: Tensor) -> Tensor:
-        return attention(q, k, v, AttentionLayout(layout), PositionBias(line), dropout_p=0.25, seed=5)
+        return attention(q, k, v, AttentionLayout(layout), PositionBias(line), dropout_p=0.25, seed=torch.tensor(5))
 
     assert torch.autograd.gradcheck(function, tensors)
 

@@ -28,7 +28,8 @@ def test_embed_packed() -> None:
     expected = F.layer_norm(tokens[ids.long()] + places[positions.long()], (WIDTH,), weight, bias, 1e-5)
     torch.testing.assert_close(out, expected)
     assert torch.autograd.gradcheck(
-        lambda *t: ops.embed_packed(ids, positions, *t, eps=1e-5, dropout_p=0.2, seed=1), (tokens, places, weight, bias)
+        lambda *t: ops.embed_packed(ids, positions, *t, eps=1e-5, dropout_p=0.2, seed=torch.tensor(1)),
+        (tokens, places, weight, bias),
     )
 
 
@@ -37,7 +38,7 @@ def test_add_norm() -> None:
     out = ops.add_norm(x, residual, weight, bias, eps=1e-5)
     torch.testing.assert_close(out, F.layer_norm(residual + x, (WIDTH,), weight, bias, 1e-5))
     assert torch.autograd.gradcheck(
-        lambda *t: ops.add_norm(*t, eps=1e-5, dropout_p=0.3, seed=2), (x, residual, weight, bias)
+        lambda *t: ops.add_norm(*t, eps=1e-5, dropout_p=0.3, seed=torch.tensor(2)), (x, residual, weight, bias)
     )
 
 
@@ -115,7 +116,7 @@ def test_padding_rows_never_win() -> None:
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_keep_mask_rate(p: float) -> None:
-    keep = keep_mask((1000, 1001), p, 3, torch.device("cpu"))
+    keep = keep_mask((1000, 1001), p, torch.tensor(3))
     assert float(keep.double().mean()) == pytest.approx(1 - p, abs=5 * (p * (1 - p) / 1e6) ** 0.5 + 2**-16)
     columns = keep.double().mean(0)
     assert float(columns.std()) == pytest.approx((p * (1 - p) / 1000) ** 0.5, rel=0.15)
@@ -125,8 +126,8 @@ def test_keep_mask_rate(p: float) -> None:
 
 def test_dropout_keeps_the_mean_and_is_seeded() -> None:
     x = torch.ones(200, 200)
-    once, again, other = (ops.dropout(x, 0.25, seed) for seed in (1, 1, 2))
+    once, again, other = (ops.dropout(x, 0.25, torch.tensor(seed)) for seed in (1, 1, 2))
     assert torch.equal(once, again)
     assert not torch.equal(once, other)
     assert float(once.mean()) == pytest.approx(1.0, abs=0.02)
-    assert ops.dropout(x, 0.0, 1) is x
+    assert ops.dropout(x, 0.0, None) is x

@@ -12,6 +12,7 @@ Shapes: G sequences of a group, H heads, Lq and Lk padded lengths, D head_dim, P
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from maelm_fast import native
 from maelm_fast.batch import Layout
+from maelm_fast.ops import dispatch
 from maelm_fast.ops.reference.dropout import keep_mask
-from maelm_fast.philox import fold_seed
 
 _BUCKET = 64  # lengths that differ by less share a group
 _CHUNK_BYTES = 16 << 20  # scores computed at a time: what a last-level cache holds
@@ -97,16 +99,23 @@ def _starts(lengths: tuple[int, ...]) -> list[int]:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, grouping: Grouping, biases: list[Tensor] | None, dropout_p: float, seed: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grouping: Grouping,
+    biases: list[Tensor] | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    place: int,
 ) -> Tensor:
     """q: (Tq, H, D). k, v: (Tk, H, D). biases: per group (H, G, Lq, Lk), or None. Returns (Tq, H, D)."""
     groups = grouping.groups
     if len(groups) == 1 and groups[0].query_rows is None:
-        out = _group_attention(q, k, v, groups[0], biases[0] if biases else None, dropout_p, seed)
+        out = _group_attention(q, k, v, groups[0], biases[0] if biases else None, dropout_p, seed, place)
         return out.reshape(q.shape)
     result = q.new_zeros(q.shape)
     for i, group in enumerate(groups):
-        out = _group_attention(q, k, v, group, biases[i] if biases else None, dropout_p, fold_seed(seed, i))
+        out = _group_attention(q, k, v, group, biases[i] if biases else None, dropout_p, seed, place, i << 16)
         assert group.query_rows is not None
         rows = group.query_rows
         if group.query_valid is not None:
@@ -116,7 +125,15 @@ def attention(
 
 
 def _group_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: Group, bias: Tensor | None, dropout_p: float, seed: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    bias: Tensor | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    place: int,
+    part: int = 0,
 ) -> Tensor:
     """(G, Lq, H, D); rows of padded queries hold nothing of use."""
     count, lq, lk = group.shape
@@ -128,7 +145,7 @@ def _group_attention(
         mask = None if group.key_valid is None else group.key_valid[:, None, None, :]
         mixed = F.scaled_dot_product_attention(q_g.transpose(1, 2), k_g.transpose(1, 2), v_g.transpose(1, 2), mask)
         return mixed.transpose(1, 2)
-    out: Tensor = ChunkedAttention.apply(q_g, k_g, v_g, bias, group.key_valid, dropout_p, seed)
+    out: Tensor = ChunkedAttention.apply(q_g, k_g, v_g, bias, group.key_valid, dropout_p, seed, place, part)
     return out
 
 
@@ -146,23 +163,26 @@ class ChunkedAttention(torch.autograd.Function):
         bias: Tensor | None,
         key_valid: Tensor | None,
         dropout_p: float,
-        seed: int,
+        seed: Tensor | None,
+        place: int,
+        part: int,
     ) -> Tensor:
-        ctx.save_for_backward(q, k, v, bias, key_valid)
-        ctx.dropout_p, ctx.seed = dropout_p, seed
+        """place, part: the site of the dropout; chunk i draws from part + i."""
+        ctx.save_for_backward(q, k, v, bias, key_valid, seed)
+        ctx.dropout_p, ctx.place, ctx.part = dropout_p, place, part
         out = torch.empty_like(q)
         with torch.autocast(q.device.type, enabled=False):
             for i, chunk in enumerate(_chunks(q, k)):
                 q_c, k_c, v_c = (_heads_first(x, chunk) for x in (q, k, v))
                 weights = _weights(q_c, k_c, bias, key_valid, chunk)
                 if dropout_p:
-                    weights.mul_(_keep(weights, dropout_p, fold_seed(seed, i)))
+                    weights.mul_(_keep(weights, dropout_p, seed, place, part + i))
                 out[chunk] = (weights @ v_c).mul_(1.0 / (1.0 - dropout_p)).permute(1, 2, 0, 3)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, bias, key_valid = ctx.saved_tensors
+        q, k, v, bias, key_valid, seed = ctx.saved_tensors
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         grad_bias = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[3] else None
         scale = q.shape[-1] ** -0.5
@@ -174,7 +194,7 @@ class ChunkedAttention(torch.autograd.Function):
                 grad = g_c @ v_c.transpose(-1, -2)
                 dropped = weights
                 if ctx.dropout_p:
-                    keep = _keep(weights, ctx.dropout_p, fold_seed(ctx.seed, i))
+                    keep = _keep(weights, ctx.dropout_p, seed, ctx.place, ctx.part + i)
                     grad.mul_(keep)
                     dropped = keep.mul_(weights)
                 grad_v[chunk] = (dropped.transpose(-1, -2) @ g_c).permute(1, 2, 0, 3)
@@ -183,7 +203,7 @@ class ChunkedAttention(torch.autograd.Function):
                     grad_bias[:, chunk] = grad
                 grad_q[chunk] = (grad @ k_c).mul_(scale).permute(1, 2, 0, 3)
                 grad_k[chunk] = (grad.transpose(-1, -2) @ q_c).mul_(scale).permute(1, 2, 0, 3)
-        return grad_q, grad_k, grad_v, grad_bias, None, None, None
+        return grad_q, grad_k, grad_v, grad_bias, None, None, None, None, None
 
 
 def _chunks(q: Tensor, k: Tensor) -> list[slice]:
@@ -209,8 +229,14 @@ def _weights(q: Tensor, k: Tensor, bias: Tensor | None, key_valid: Tensor | None
     return weights
 
 
-def _keep(like: Tensor, p: float, seed: int) -> Tensor:
-    return keep_mask(like.shape, p, seed, like.device, like.dtype)
+def _keep(like: Tensor, p: float, seed: Tensor | None, place: int, part: int) -> Tensor:
+    if seed is None:
+        raise ValueError("dropout needs a seed")
+    if like.dtype in dispatch.FLOATS and native.has("keep_mask", like.device.type):
+        rows, columns = math.prod(like.shape[:-1]), like.shape[-1]
+        keep: Tensor = torch.ops.maelm_fast.keep_mask_native_fwd(rows, columns, p, seed, place, part, like.dtype)
+        return keep.view(like.shape)
+    return keep_mask(like.shape, p, seed, place, part, like.dtype)
 
 
 class SpreadLine(torch.autograd.Function):

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from maelm_fast.batch import Layout
 from maelm_fast.ops.reference.dropout import dropout
-from maelm_fast.philox import fold_seed
 
 
 def attention(
@@ -19,7 +18,8 @@ def attention(
     line: Tensor | None = None,
     *,
     dropout_p: float = 0.0,
-    seed: int = 0,
+    seed: Tensor | None = None,
+    place: int = 0,
 ) -> Tensor:
     """softmax(q k^T / sqrt(head_dim) + line[head, key_position - query_position + P - 1]) v, sequence by sequence.
 
@@ -37,6 +37,6 @@ def attention(
         if line is not None:
             distance = k_places[s][None, :].long() - q_places[s][:, None].long()
             scores = scores + line.to(wide)[:, distance + line.shape[1] // 2]
-        weights = dropout(scores.softmax(dim=-1), dropout_p, fold_seed(seed, s))
+        weights = dropout(scores.softmax(dim=-1), dropout_p, seed, place, part=s)
         outputs.append(torch.einsum("hqk,khd->qhd", weights, v_s.to(wide)).to(q.dtype))
     return torch.cat(outputs) if outputs else torch.zeros_like(q)
