@@ -2,29 +2,31 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+SOURCES := $(wildcard csrc/*/*)
 
-.PHONY: help setup demo test lint types unit test-slow gpu bench clean
+.PHONY: help setup demo test lint types budget unit test-slow gpu bench clean
 
 help:
 	@echo "make demo       pretrain a small encoder on text found on this machine, and look at it (a few minutes)"
-	@echo "make test       lint, types and all tests"
-	@echo "make lint | types | unit | test-slow | bench | clean"
+	@echo "make test       lint, types, the kernels compiled for sm_80 and sm_90, and all tests"
+	@echo "make lint | types | budget | unit | test-slow | bench | clean"
 	@echo "make gpu        GPU tests and benchmarks, with the Python in PYTHON and nothing installed"
 
 setup: $(STAMP)
 
-# torch goes first: the packages after it then find the version they need already there.
-$(STAMP): pyproject.toml setup.py constraints.txt
+# torch and what the extension is built with go first: it is compiled against the torch it will run with.
+$(STAMP): pyproject.toml setup.py constraints.txt $(SOURCES)
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 ...") if sys.version_info < (3, 11) else 0'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[hf,plot,dev]"
+	$(PIP) torch setuptools pybind11
+	$(PIP) --no-build-isolation --editable ".[hf,plot,dev]"
 	@touch $(STAMP)
 
 demo: setup
 	$(BIN)/maelm-fast demo --out demo-run
 
-test: lint types unit
+test: lint types budget unit
 
 lint: setup
 	$(BIN)/ruff check .
@@ -33,6 +35,9 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
+budget: setup
+	$(BIN)/python -m benchmarks.kernel_budget
+
 unit: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
@@ -40,11 +45,15 @@ test-slow: setup
 	$(BIN)/python -m pytest -m slow
 
 bench: setup
+	$(BIN)/python -m benchmarks.ops --device cpu
 	$(BIN)/python -m benchmarks.train_step --peers hf
 
+# The machine's own packages, whatever they are: what is missing is skipped with its name.
 gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu tests/test_gpu.py
-	PYTHONPATH=. $(PYTHON) -m benchmarks.train_step --peers hf --batch 32
+	MAELM_BUILD_EXT=auto $(PYTHON) setup.py --quiet build_ext --inplace
+	PYTHONPATH=. $(PYTHON) -m pytest -rs -m "not slow" tests/test_gpu.py tests/ops
+	PYTHONPATH=. $(PYTHON) -m benchmarks.ops --device cuda --dtype bf16 --sequences 256 --out benchmarks/results/ops_cuda.jsonl
+	PYTHONPATH=. $(PYTHON) -m benchmarks.train_step --peers hf --batch 32 --out benchmarks/results/train_step_cuda.jsonl
 
 clean:
-	rm -rf .venv build dist *.egg-info demo-run
+	rm -rf .venv build dist *.egg-info demo-run maelm_fast/*.so

@@ -1,5 +1,79 @@
-"""Everything declarative is in pyproject.toml."""
+"""Builds maelm_fast._host (csrc/host: C++, no torch) and maelm_fast._C (csrc/ops: torch's stable ABI, C++ and CUDA).
 
-from setuptools import setup
+MAELM_BUILD_EXT is the only switch. auto: what can be built here (CUDA if there is a toolkit and torch is built for it);
+a part that fails is left out with a warning. cpu, cuda: that, or an error. 0: nothing.
+"""
 
-setup()
+import os
+import shutil
+import sys
+from glob import glob
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+MODE = os.environ.get("MAELM_BUILD_EXT", "auto")
+FLAGS = ["-O3", "-std=c++17", "-DTORCH_TARGET_VERSION=0x020a000000000000"]  # the stable ABI of torch 2.10
+AUTO = {"language": "c++", "optional": MODE == "auto"}
+LEFT_OUT = "warning: the compiled torch ops (maelm_fast._C) are left out:"
+MODE in ("auto", "0", "cpu", "cuda") or sys.exit(f"MAELM_BUILD_EXT is '{MODE}'; it may be auto, 0, cpu or cuda")
+
+
+def toolkit():  # an nvcc on PATH may be a wrapper outside its toolkit
+    nvcc, needed = Path(shutil.which("nvcc") or "/").resolve(), ("bin/nvcc", "include/cuda_runtime.h")
+    roots = [os.environ["CUDA_HOME"]] if "CUDA_HOME" in os.environ else [nvcc.parent.parent, "/usr/local/cuda"]
+    return next((str(r) for r in roots if all(Path(r, n).exists() for n in needed)), None)
+
+
+def host():
+    import pybind11
+
+    flags = {"include_dirs": [pybind11.get_include()], "extra_compile_args": [*FLAGS, "-fvisibility=hidden"]}
+    sources, headers = sorted(glob("csrc/host/*.cpp")), glob("csrc/host/*.h")
+    return Extension("maelm_fast._host", sources, depends=headers, **flags, **AUTO)
+
+
+def ops():  # _C and the command that builds it, or RuntimeError with the reason it cannot be built
+    import torch
+
+    root = None if MODE == "cpu" else toolkit()
+    if MODE == "cuda" and root is None:
+        raise RuntimeError("there is no CUDA toolkit; set CUDA_HOME to the folder that holds bin and include")
+    if MODE == "cuda" and torch.version.cuda is None:
+        raise RuntimeError(f"torch {torch.__version__} was built without CUDA; install one that has it")
+    if cuda := root is not None and torch.version.cuda is not None:
+        os.environ["CUDA_HOME"] = root  # read when cpp_extension is imported
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;8.6;8.9;9.0+PTX")
+    from torch.utils import cpp_extension
+
+    class Build(cpp_extension.BuildExtension.with_options(use_ninja=False)):
+        def build_extensions(self):
+            try:
+                super().build_extensions()
+            except Exception as error:  # torch's CUDA and the toolkit's may not match
+                if MODE != "auto":
+                    raise
+                print(LEFT_OUT, error, file=sys.stderr)
+                self.extensions = [e for e in self.extensions if e.name == "maelm_fast._host"]
+                build_ext.build_extensions(self)
+
+    # Strict C++ turns fused multiply-add off; native.py refuses to load _C on an x86-64 CPU without AVX2.
+    wide = ["-ffp-contract=fast", *(["-march=x86-64-v3"] if os.uname().machine == "x86_64" else [])]
+    flags = {"cxx": [*FLAGS, *wide], "nvcc": [*FLAGS, "-DUSE_CUDA"]}
+    sources = sorted(glob("csrc/ops/*.cpp") + (glob("csrc/ops/*.cu") if cuda else []))
+    make = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
+    options = {"depends": glob("csrc/ops/*.h"), "extra_compile_args": flags, "py_limited_api": True, **AUTO}
+    return make("maelm_fast._C", sources, **options), Build
+
+
+extensions, command = [], build_ext
+try:
+    if MODE != "0":
+        extensions = [host()]
+        *extensions, command = *extensions, *ops()
+except (ImportError, RuntimeError) as error:
+    reason = f"{error}; install it, then pip install --no-build-isolation" if isinstance(error, ImportError) else error
+    MODE == "auto" or sys.exit(f"MAELM_BUILD_EXT={MODE}: {reason}")
+    print(LEFT_OUT, reason, file=sys.stderr)
+setup(ext_modules=extensions, cmdclass={"build_ext": command})

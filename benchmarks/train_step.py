@@ -16,17 +16,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
-import os
-import platform
-import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -37,6 +31,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from benchmarks.measure import append_rows, environment, quartiles
 from benchmarks.peers import PAD_ID, copy_weights, hugging_face_inputs, hugging_face_roberta
 from maelm_fast import presets
 from maelm_fast.batch import PackedBatch
@@ -184,11 +179,6 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(function, *arguments).result()
 
 
-def quartiles(values: Sequence[float]) -> dict[str, float]:
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    return {"median": round(middle, 4), "q1": round(low, 4), "q3": round(high, 4)}
-
-
 def compare(names: Sequence[str], settings: Settings, rounds: int) -> list[dict[str, Any]]:
     """One row of results per contestant."""
     losses = alone(gate, names, settings)
@@ -205,7 +195,7 @@ def compare(names: Sequence[str], settings: Settings, rounds: int) -> list[dict[
         for contestant in contestants:
             turns[contestant.name].append(contestant.turn())
     gc.enable()
-    machine = environment(settings)
+    machine = environment(settings.device) | {"transformers": transformers.__version__}
     rows = []
     for contestant in contestants:
         speed = quartiles([contestant.tokens / seconds for seconds, _ in turns[contestant.name]])
@@ -227,31 +217,6 @@ def compare(names: Sequence[str], settings: Settings, rounds: int) -> list[dict[
             "first_loss": round(first[contestant.name], 5), "gate": losses,
         })  # fmt: skip
     return rows
-
-
-def environment(settings: Settings) -> dict[str, Any]:
-    """What a reader needs to judge the numbers. load: runnable processes over the last minute, ours included."""
-    device = torch.cuda.get_device_name() if settings.device == "cuda" else _cpu_model()
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain") else ""),
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 2),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -312,9 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
           f"{options.rounds} rounds; median [quartiles]; tokens are original tokens")  # fmt: skip
     print(table(rows))
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        with options.out.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        append_rows(options.out, rows)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 DROPOUT_ROUNDS = tl.constexpr(7)
 
@@ -20,7 +22,7 @@ class Variant:
     """One specialisation of a kernel that is actually launched, for compiling it without a GPU.
 
     signature: pointer and scalar types by argument name, as in {"x": "*bf16", "rows": "i32"}; constants: the constexpr
-    arguments; divisible: names of arguments that the launcher guarantees to be multiples of 16."""
+    arguments; divisible: names of arguments that are multiples of 16; options: more launch options, {"maxnreg": 80}."""
 
     label: str
     kernel: Any
@@ -33,20 +35,139 @@ class Variant:
 
 
 @triton.jit
-def keep_block(seed, place, row, GROUPS: tl.constexpr, threshold):
-    """(GROUPS * 8,) bools: which columns of `row` dropout keeps. The bits are ops/reference/dropout.py's."""
-    group = tl.arange(0, GROUPS)
-    zero = tl.zeros_like(group)
-    a, b, c, d = tl.philox(seed, group, zero + row, zero + place, zero, DROPOUT_ROUNDS)
-    even = tl.join(tl.join(a & 0xFFFF, c & 0xFFFF), tl.join(b & 0xFFFF, d & 0xFFFF))  # (GROUPS, 2, 2): a, b, c, d
+def keep_tile(seed, place, rows, GROUPS: tl.constexpr, threshold):
+    """(R, GROUPS * 8) bools: which columns of each of the R rows in `rows` dropout keeps. The bits are those of
+    ops/reference/dropout.py."""
+    R: tl.constexpr = rows.shape[0]
+    zero = tl.zeros((R, GROUPS), tl.int32)
+    group = zero + tl.arange(0, GROUPS)[None, :]
+    a, b, c, d = tl.philox(
+        seed, group, zero + rows.to(tl.int32)[:, None], (zero + place).to(tl.int32), zero, DROPOUT_ROUNDS
+    )
+    even = tl.join(tl.join(a & 0xFFFF, c & 0xFFFF), tl.join(b & 0xFFFF, d & 0xFFFF))  # (R, GROUPS, 2, 2): a, b, c, d
     odd = tl.join(tl.join(a >> 16, c >> 16), tl.join(b >> 16, d >> 16))
-    halves = tl.join(tl.reshape(even, (GROUPS, 4)), tl.reshape(odd, (GROUPS, 4)))  # (GROUPS, 4, 2): low, high of each
-    return tl.reshape(halves, (GROUPS * 8,)).to(tl.int32) >= threshold
+    halves = tl.join(tl.reshape(even, (R, GROUPS, 4)), tl.reshape(odd, (R, GROUPS, 4)))  # low, high of each word
+    return tl.reshape(halves, (R, GROUPS * 8)).to(tl.int32) >= threshold
+
+
+@triton.jit
+def keep_block(seed, place, row, GROUPS: tl.constexpr, threshold):
+    """(GROUPS * 8,) bools: keep_tile of a single row."""
+    return tl.reshape(keep_tile(seed, place, tl.zeros((1,), tl.int32) + row, GROUPS, threshold), (GROUPS * 8,))
+
+
+@triton.jit
+def row_statistics(x, shift, inside, WIDTH: tl.constexpr, eps):
+    """x - mean, mean and 1 / sqrt(variance + eps) of the rows of x (R, BLOCK), fp32; the variance in a second pass over
+    the registers. shift: (R,) a value near the row's own; a constant row then has a variance of exactly zero.
+    inside: (1, BLOCK), which columns exist."""
+    moved = tl.where(inside, x - shift[:, None], 0.0)
+    offset = tl.sum(moved, axis=1) / WIDTH
+    centred = tl.where(inside, moved - offset[:, None], 0.0)
+    variance = tl.sum(centred * centred, axis=1) / WIDTH
+    return centred, shift + offset, tl.rsqrt(variance + eps)
+
+
+@triton.jit
+def norm_gradient(scaled, normal, rstd, WIDTH: tl.constexpr):
+    """Gradient of a LayerNorm's input (R, BLOCK). scaled: the output's gradient times the norm's weight, 0 outside the
+    row. normal: the normalised input. rstd: (R,)."""
+    along = tl.sum(scaled * normal, axis=1) / WIDTH
+    mean = tl.sum(scaled, axis=1) / WIDTH
+    return (scaled - mean[:, None] - normal * along[:, None]) * rstd[:, None]
+
+
+@triton.jit(do_not_specialize=["count"])
+def _sum_partials_kernel(
+    partials,  # (2, count, WIDTH) fp32
+    first,  # (WIDTH,) sum of partials[0]
+    second,  # (WIDTH,) sum of partials[1]
+    count,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column[None, :] < WIDTH
+    source = partials + tl.program_id(1).to(tl.int64) * count * WIDTH
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, count, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        total += tl.load(source + row * WIDTH + column[None, :], mask=(row < count) & inside, other=0.0)
+    out = tl.sum(total, axis=0)
+    if tl.program_id(1) == 0:
+        tl.store(first + column, out, mask=column < WIDTH)
+    else:
+        tl.store(second + column, out, mask=column < WIDTH)
+
+
+def sum_partials(partials: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """partials.sum(1) of (2, count, width) fp32, always added in the same order, as two tensors of `dtype`."""
+    _, count, width = partials.shape
+    first, second = (torch.empty(width, dtype=dtype, device=partials.device) for _ in range(2))
+    constants, warps = _sum_partials_launch(width)
+    grid = (triton.cdiv(width, constants["COLUMNS"]), 2)
+    _sum_partials_kernel[grid](partials, first, second, count, **constants, num_warps=warps)
+    return first, second
+
+
+def _sum_partials_launch(width: int) -> tuple[dict[str, Any], int]:
+    return {"WIDTH": width, "COLUMNS": 32, "ROWS": 32}, 4
+
+
+def sum_partials_variants(widths: tuple[int, ...]) -> list[Variant]:
+    out = []
+    for width in widths:
+        constants, warps = _sum_partials_launch(width)
+        for dtype in TYPE_NAMES.values():
+            signature = {"partials": "*fp32", "first": f"*{dtype}", "second": f"*{dtype}", "count": "i32"}
+            label = f"sum_partials {width} {dtype}"
+            pointers = ("partials", "first", "second")
+            out.append(Variant(label, _sum_partials_kernel, signature, constants, warps, divisible=pointers))
+    return out
+
+
+TYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""Triton's names of the dtypes that kernels take."""
+WIDTHS = (128, 512, 768, 1024)
+"""The hidden sizes of the presets, for which variants are compiled ahead of time."""
+
+
+def persistent_options(width: int, warps: int) -> dict[str, int]:
+    """Launch options of a kernel whose programs loop over rows. The cap on registers is the least that spills nothing;
+    persistent_programs counts on it."""
+    return {"num_warps": warps, "maxnreg": 80 if row_block(width) >= 512 else 96}
+
+
+def persistent_programs(device: torch.device, tiles: int, num_warps: int, maxnreg: int) -> int:
+    """How many programs loop over `tiles` tiles: as many as run at once, so that all end together; at least one."""
+    if device.type != "cuda":
+        return max(1, min(tiles, 3))  # several, so that interpreted tests add partial sums
+    each = 65536 // (32 * num_warps * maxnreg)  # of the registers of a multiprocessor
+    return max(1, min(tiles, torch.cuda.get_device_properties(device).multi_processor_count * max(1, each)))
+
+
+def dropout_numbers(p: float) -> tuple[int, float]:
+    """(threshold, scale): a 16-bit half below the first drops its element; what is kept is multiplied by the second."""
+    return round(p * 65536), 1.0 / (1.0 - p)
+
+
+def by_rows(x: Tensor) -> Tensor:
+    """x, or a copy of it in which neighbouring columns are neighbours in memory, as kernels take their rows."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def row_tile(width: int, columns: int) -> tuple[int, int, int]:
+    """(rows, block, warps) of a program's tile: whole rows of `block` columns, about `columns` elements, eight to
+    sixteen a thread."""
+    block = row_block(width)
+    rows = max(1, columns // block)
+    return rows, block, row_warps(block) if rows == 1 else 4
 
 
 def row_block(width: int) -> int:
     """Columns of a program that holds a whole row: the next power of two, at least one Philox block."""
-    return max(8, triton.next_power_of_2(width))
+    return max(8, 1 << (width - 1).bit_length())
 
 
 def row_warps(block: int) -> int:

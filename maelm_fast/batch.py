@@ -129,3 +129,16 @@ class PackedBatch:
         for name, value in values.items():
             values[name] = function(value) if isinstance(value, Tensor) else value
         return PackedBatch(**values)
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    """S sequences not yet masked, for ops.mask_and_pack.
+
+    ids: (N,) int32 tokens, end to end. lengths, samples, epochs: per sequence, as Python ints; the latter two key its
+    masks."""
+
+    ids: Tensor
+    lengths: tuple[int, ...]
+    samples: tuple[int, ...]
+    epochs: tuple[int, ...]

@@ -164,7 +164,8 @@ class RuntimeConfig:
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """bf16: autocast over fp32 master weights. auto: bf16, but fp32 on a CPU without bf16 matrix instructions."""
     micro_batch_size: int = 32
-    """Sequences per forward pass on one rank; gradients accumulate over the update's batch."""
+    """Full sequences per forward pass on one rank; of shorter ones, as many as have no more tokens in all. Gradients
+    accumulate over the update's batch."""
     backend: BackendConfig = field(default_factory=BackendConfig)
     workers: int = 0
     """Loader processes. The batches are the same for every number."""

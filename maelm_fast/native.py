@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import platform
 from types import ModuleType
 
 reasons: dict[str, str] = {}
@@ -30,7 +31,7 @@ def ops() -> bool:
         return False
     import torch
 
-    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+    if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         reasons["ops"] = "this CPU lacks AVX2, which the extension is compiled for"
         return False
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import re
 import subprocess
@@ -12,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from maelm_fast import native
 from maelm_fast.cli import doctor
+from maelm_fast.config import BackendConfig
 from maelm_fast.errors import UserError
-from maelm_fast.ops.attention import BACKENDS
 
 PYPROJECT = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+OPS = tuple(field.name for field in dataclasses.fields(BackendConfig))
 FIXED = re.compile(r"[\w-]+")
 
 
@@ -40,7 +43,7 @@ def hide(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
 
 def test_its_lists_are_those_of_pyproject() -> None:
     project = PYPROJECT["project"]
-    assert set(doctor.REQUIRED) == names(project["dependencies"])
+    assert {*doctor.REQUIRED, "triton"} == names(project["dependencies"])
     assert f"torch>={doctor._dotted(doctor.TORCH)}" in project["dependencies"]
     assert project["requires-python"] == f">={doctor._dotted(doctor.PYTHON)}"
     for package, (extra, _) in doctor.OPTIONAL.items():
@@ -50,7 +53,7 @@ def test_its_lists_are_those_of_pyproject() -> None:
 def test_here_all_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main([]) == 0
     printed = capsys.readouterr().out
-    for word in ("maelm_fast", "torch", "PyTorch build", *BACKENDS, "tiny model on cpu"):
+    for word in ("maelm_fast", "torch", "PyTorch build", "host code", *OPS, "tiny model on cpu"):
         assert word in printed
     assert "fail" not in printed
     assert "\x1b" not in printed
@@ -92,11 +95,25 @@ def test_a_self_test_that_is_not_finite_fails(
 
 
 def test_a_backend_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["maelm_fast.ops.attention"]  # the package's attribute of that name is the function
-    monkeypatch.setattr(module, "BACKENDS", (*BACKENDS, "imaginary"))
-    row = doctor.backend_rows()[-1]
-    assert row.state == "note"
-    assert "no backend 'imaginary'" in row.found
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(doctor, "_devices", lambda: ["cpu"])
+    row = next(row for row in doctor.backend_rows() if row.name == "add_norm")
+    assert row.state == "ok"
+    assert "reference (triton: the tensors are on the CPU" in row.found
+
+
+def test_every_op_is_tried() -> None:
+    assert [row.name for row in doctor.backend_rows()] == list(OPS)
+
+
+def test_without_the_extension_it_says_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "host", lambda: None)
+    monkeypatch.setattr(native, "ops", lambda: False)
+    monkeypatch.setattr(native, "reasons", {"host": "no compiler", "ops": "no compiler"})
+    rows = doctor.extension_rows()
+    assert [row.state for row in rows] == ["note", "note"]
+    assert "NumPy" in rows[0].found
+    assert "plain PyTorch" in rows[1].found
 
 
 def test_it_needs_nothing_but_the_standard_library_to_start() -> None:

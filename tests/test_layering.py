@@ -78,3 +78,28 @@ def test_no_build_products_in_git() -> None:
     if listing.returncode == 0:
         bad = [f for f in listing.stdout.splitlines() if f.endswith((".pyc", ".so", ".o", ".whl", ".egg"))]
         assert not bad
+
+
+def test_one_op_one_name_five_places() -> None:
+    """Kernel or compiled source, public op, reference, test, benchmark. Attention's kernel is not written yet."""
+    from benchmarks.registry import ENTRIES
+
+    names = sorted(path.stem for path in (PACKAGE / "ops").glob("*.py") if path.stem not in PLUMBING)
+    for name in names:
+        places = [
+            (ROOT / "kernels" / f"{name}.py").exists() or (ROOT / "csrc" / "ops" / f"{name}.cpp").exists(),
+            (PACKAGE / "ops" / "reference" / f"{name}.py").exists(),
+            (ROOT / "tests" / "ops" / f"test_{name}.py").exists(),
+            name in ENTRIES,
+        ]
+        assert all(places[0 if name != "attention" else 1 :]), (name, places)
+    kernels = {path.stem for path in (ROOT / "kernels").glob("*.py")} - {"common"}
+    assert kernels <= set(names)
+
+
+PLUMBING = {"__init__", "dispatch", "registration"}
+
+
+def test_kernels_are_imported_as_part_of_the_package_only() -> None:
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "kernels").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
+        assert "kernels" not in {module.split(".")[0] for module in imported(path)}, path

@@ -6,7 +6,6 @@ there, and versions are read from the installed packages' metadata.
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import math
 import os
@@ -18,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from maelm_fast import __version__
 from maelm_fast.cli.common import OneLineParser
@@ -54,7 +53,8 @@ def main(argv: list[str]) -> int:
         try:
             sections |= {
                 "hardware": hardware_rows(),
-                "attention backends": backend_rows(),
+                "compiled extension": extension_rows(),
+                "backends of the ops": backend_rows(),
                 "self-test": self_test_rows(),
             }
         except ImportError as error:  # installed, but broken
@@ -84,7 +84,7 @@ def package_rows() -> list[Row]:
         version = _version(name)
         rows.append(Row(name, version or missing, "ok" if version else "note"))
     triton = _version("triton")
-    rows.append(Row("triton", triton or "not installed; torch.compile on a GPU needs it, nothing else", _ok_if(triton)))
+    rows.append(Row("triton", triton or "not installed; without it no GPU kernels: pip install triton", _ok_if(triton)))
     return rows
 
 
@@ -140,27 +140,131 @@ def _why_no_gpu(present: list[str], driver: str | None) -> str:
     return f"{seen}; PyTorch may use none of them (is CUDA_VISIBLE_DEVICES empty?)"
 
 
+def extension_rows() -> list[Row]:
+    """The compiled code, or what is lost without it."""
+    from maelm_fast import native
+
+    host = native.host() is not None
+    ops = native.ops()
+    lost = {
+        "host": "masks are drawn and documents packed in NumPy, several times slower",
+        "ops": "the CPU's embedding, LayerNorm, scatter and dropout run in plain PyTorch",
+    }
+    return [
+        Row("host code", "loaded" if host else f"{native.reasons['host']}; {lost['host']}", "ok" if host else "note"),
+        Row("torch ops", "loaded" if ops else f"{native.reasons['ops']}; {lost['ops']}", "ok" if ops else "note"),
+    ]
+
+
 def backend_rows() -> list[Row]:
-    """Every attention backend, tried on every device with a relative position bias, forward and backward."""
+    """Every backend of every op, tried on every device, forward and backward."""
+    import typing
+
+    from maelm_fast.config import BackendConfig
+
+    rows = []
+    for op, setting in typing.get_type_hints(BackendConfig).items():
+        names = [name for name in typing.get_args(setting) if name != "auto"]
+        tried = {(name, device): _trial(op, name, device) for device in _devices() for name in names}
+        found = []
+        for device in _devices():
+            runs = [name for name in names if tried[name, device] is None]
+            not_here = "; ".join(f"{name}: {tried[name, device]}" for name in names if tried[name, device])
+            found.append(f"{device}: {', '.join(runs) or 'nothing'}" + (f" ({not_here})" if not_here else ""))
+        anything = any(reason is None for reason in tried.values())
+        rows.append(Row(op, "; ".join(found), "ok" if anything else "fail"))
+    return rows
+
+
+def _trial(op: str, backend: str, device: str) -> str | None:
+    """None if the backend runs, forward and backward, else why it does not."""
+    try:
+        _SMALL_CALLS[op](backend, device)
+    except Exception as error:  # any failure is a finding
+        return _reason(error).removeprefix(f"{op}: ").removeprefix(f"backend '{backend}' cannot run: ")
+    return None
+
+
+def _norm_inputs(device: str) -> tuple[Any, Any, Any]:
+    import torch
+
+    return (
+        torch.randn(8, 64, device=device, requires_grad=True),
+        torch.ones(64, device=device),
+        torch.zeros(64, device=device),
+    )
+
+
+def _try_add_norm(backend: str, device: str) -> None:
+    from maelm_fast import ops
+
+    x, weight, bias = _norm_inputs(device)
+    ops.add_norm(x, x, weight, bias, eps=1e-5, backend=backend).sum().backward()
+
+
+def _try_embed(backend: str, device: str) -> None:
+    import torch
+
+    from maelm_fast import ops
+
+    table, weight, bias = _norm_inputs(device)
+    ids = torch.arange(5, dtype=torch.int32, device=device)
+    ops.embed_packed(ids, ids, table, table, weight, bias, eps=1e-5, backend=backend).sum().backward()
+
+
+def _try_scatter(backend: str, device: str) -> None:
+    import torch
+
+    from maelm_fast import ops
+
+    x, weight, bias = _norm_inputs(device)
+    source = torch.tensor([0, -1, 3], dtype=torch.int32, device=device)
+    positions = torch.arange(3, dtype=torch.int32, device=device)
+    out = ops.scatter_to_decoder(x, source, x[1], positions, x, weight, bias, eps=1e-5, backend=backend)
+    out.sum().backward()
+
+
+def _try_feed_forward(backend: str, device: str) -> None:
+    import torch
+
+    from maelm_fast import ops
+
+    x, _, bias = _norm_inputs(device)
+    weight = torch.randn(64, 64, device=device)
+    ops.feed_forward(x, weight, bias, weight, bias, backend=backend).sum().backward()
+
+
+def _try_loss(backend: str, device: str) -> None:
+    import torch
+
+    from maelm_fast import ops
+
+    x, _, _ = _norm_inputs(device)
+    table, bias = torch.randn(100, 64, device=device), torch.zeros(100, device=device)
+    labels = torch.arange(8, dtype=torch.int32, device=device)
+    ops.masked_cross_entropy(x, table, bias, labels, vocab_size=99, backend=backend)[0].backward()
+
+
+def _try_attention(backend: str, device: str) -> None:
     import torch
 
     from maelm_fast import ops
     from maelm_fast.batch import layout_of
-    from maelm_fast.ops.attention import BACKENDS
 
-    def attend(backend: str, device: str) -> str:
-        layout = layout_of((5, 3)).to(device)
-        q, k, v = (torch.randn(8, 2, 32, device=device, requires_grad=True) for _ in range(3))
-        bias = ops.PositionBias(torch.randn(2, 15, device=device, requires_grad=True))
-        ops.attention(q, k, v, ops.AttentionLayout(layout), bias, backend=backend).sum().backward()  # type: ignore[arg-type]
-        return f"runs on {device}"
+    layout = layout_of((5, 3)).to(device)
+    q, k, v = (torch.randn(8, 2, 32, device=device, requires_grad=True) for _ in range(3))
+    bias = ops.PositionBias(torch.randn(2, 15, device=device, requires_grad=True))
+    ops.attention(q, k, v, ops.AttentionLayout(layout), bias, backend=backend).sum().backward()
 
-    rows = []
-    for backend in BACKENDS:
-        tried = [_tried(backend, functools.partial(attend, backend), device) for device in _devices()]
-        runs = any(row.state == "ok" for row in tried)
-        rows.append(Row(backend, "; ".join(row.found for row in tried), "ok" if runs else "note"))
-    return rows
+
+_SMALL_CALLS: dict[str, Callable[[str, str], None]] = {
+    "embed_packed": _try_embed,
+    "attention": _try_attention,
+    "add_norm": _try_add_norm,
+    "feed_forward": _try_feed_forward,
+    "scatter_to_decoder": _try_scatter,
+    "masked_cross_entropy": _try_loss,
+}
 
 
 def self_test_rows() -> list[Row]:

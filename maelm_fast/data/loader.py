@@ -1,26 +1,38 @@
-"""Micro-batches of a run as a function of their place: batch k is the same whoever builds it, whenever.
+"""The updates of a run as a function of their place: update k is the same whoever builds it, whenever.
 
-An update takes `batch_size` consecutive places of the run's endless sample order, cut into micro-batches. The state of
-the data is therefore one integer, the number of updates done; resuming needs no replay.
+An update takes `batch_size` consecutive places of the run's endless sample order, packed into micro-batches. The state
+of the data is therefore one integer, the number of updates done; resuming needs no replay.
 """
 
 from __future__ import annotations
 
+import itertools
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from maelm_fast.batch import PackedBatch
+from maelm_fast.batch import PackedBatch, RaggedBatch
 from maelm_fast.config import MaskingConfig
-from maelm_fast.data.masking import VALIDATION_EPOCH, Vocabulary, pack
+from maelm_fast.data.masking import VALIDATION_EPOCH, Vocabulary, check_ids, pack
 from maelm_fast.data.order import permutation, samples_at
+from maelm_fast.data.packing import best_fit
 from maelm_fast.data.token_store import TokenStore
 
 
-class TrainingBatches(Dataset[PackedBatch]):
-    """Item i is micro-batch i % per_update of update i // per_update."""
+class TrainingBatches(Dataset["list[PackedBatch] | RaggedUpdate"]):
+    """Item i is update i: its samples in micro-batches of at most micro_batch_size full samples' worth of tokens, each
+    masked and packed; or, with mask_on_device, left to ops.mask_and_pack.
+
+    Samples shorter than the store's longest are packed by best fit, so that micro-batches are few and full, and none
+    needs more memory than full samples do; full samples make micro-batches of micro_batch_size in a row. Within a
+    micro-batch the samples keep their order."""
 
     def __init__(
         self,
@@ -31,43 +43,136 @@ class TrainingBatches(Dataset[PackedBatch]):
         batch_size: int,
         micro_batch_size: int,
         encoder_sees_mask: bool,
+        mask_on_device: bool = False,
     ) -> None:
         self.store, self.vocabulary, self.masking, self.seed = store, vocabulary, masking, seed
-        self.batch_size, self.micro_batch_size = batch_size, min(micro_batch_size, batch_size)
-        self.encoder_sees_mask = encoder_sees_mask
-        self.per_update = -(-batch_size // self.micro_batch_size)
+        self.batch_size = batch_size
+        self.micro_batch_tokens = min(micro_batch_size, batch_size) * store.manifest.seq_len
+        self.encoder_sees_mask, self.mask_on_device = encoder_sees_mask, mask_on_device
 
-    def __getitem__(self, index: int) -> PackedBatch:
-        samples, epochs = self.samples(index)
-        return pack([self.store[int(i)] for i in samples], samples, epochs, self.masking, self.vocabulary, self.seed,
-                    self.encoder_sees_mask)  # fmt: skip
+    def __getitem__(self, update: int) -> list[PackedBatch] | RaggedUpdate:
+        samples, epochs = self.samples(update)
+        sequences = [self.store[i] for i in samples.tolist()]
+        bins, count = best_fit(np.array([len(sequence) for sequence in sequences]), self.micro_batch_tokens)
+        places = np.split(np.argsort(bins, kind="stable"), np.cumsum(np.bincount(bins, minlength=count))[:-1])
+        if self.mask_on_device:
+            ragged = RaggedUpdate.of(sequences, samples, epochs, [here.tolist() for here in places])
+            check_ids(ragged.ids.numpy(), self.vocabulary)
+            return ragged
+        return [
+            pack([sequences[i] for i in here.tolist()], samples[here], epochs[here], self.masking, self.vocabulary,
+                 self.seed, self.encoder_sees_mask)
+            for here in places
+        ]  # fmt: skip
 
-    def samples(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(sample ids, epochs) of micro-batch `index`."""
-        update, micro = divmod(index, self.per_update)
-        start = micro * self.micro_batch_size
-        count = min(self.micro_batch_size, self.batch_size - start)
-        return samples_at(update * self.batch_size + start, count, len(self.store), self.seed)
+    def samples(self, update: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(sample ids, epochs), each (batch_size,), of an update, in the run's order."""
+        return samples_at(update * self.batch_size, self.batch_size, len(self.store), self.seed)
 
 
 def training_updates(
     batches: TrainingBatches, first: int, last: int, workers: int, pin_memory: bool
-) -> Iterator[list[PackedBatch]]:
+) -> Iterator[list[PackedBatch] | list[RaggedBatch]]:
     """The micro-batches of updates first .. last-1, one list an update."""
-    indices = range(first * batches.per_update, last * batches.per_update)
     loader = DataLoader(
         batches,
-        sampler=indices,
+        sampler=range(first, last),
         batch_size=None,
+        collate_fn=_for_travel,
         num_workers=workers,
-        prefetch_factor=2 * batches.per_update if workers else None,
+        prefetch_factor=2 if workers else None,
         multiprocessing_context="spawn" if workers else None,
         worker_init_fn=_leave_signals_to_the_trainer,
         pin_memory=pin_memory,
     )
-    stream = iter(loader)
-    for _ in range(first, last):
-        yield [next(stream) for _ in range(batches.per_update)]
+    for update in loader:
+        yield update.micro_batches()
+
+
+def _for_travel(item: list[PackedBatch] | RaggedUpdate) -> _Update | RaggedUpdate:
+    return item if isinstance(item, RaggedUpdate) else _Update.of(item)
+
+
+@dataclass(frozen=True)
+class RaggedUpdate:
+    """An update whose masks are drawn on the device: all tokens in one tensor, micro-batch after micro-batch."""
+
+    ids: Tensor
+    batches: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+    """Lengths, samples and epochs of each micro-batch."""
+
+    @classmethod
+    def of(
+        cls,
+        sequences: Sequence[NDArray[np.generic]],
+        samples: NDArray[np.int64],
+        epochs: NDArray[np.int64],
+        places: list[list[int]],
+    ) -> RaggedUpdate:
+        """places: for each micro-batch, which of the sequences it holds."""
+        ids = np.concatenate([sequences[i] for here in places for i in here], dtype=np.int32, casting="unsafe")
+        batches = [
+            (tuple(len(sequences[i]) for i in here), tuple(samples[here].tolist()), tuple(epochs[here].tolist()))
+            for here in places
+        ]
+        return cls(torch.from_numpy(ids), batches)
+
+    def pin_memory(self) -> RaggedUpdate:
+        return RaggedUpdate(self.ids.pin_memory(), self.batches)
+
+    def micro_batches(self) -> list[RaggedBatch]:
+        parts = self.ids.split([sum(lengths) for lengths, _, _ in self.batches])
+        return [RaggedBatch(ids, *batch) for ids, batch in zip(parts, self.batches, strict=True)]
+
+
+_TENSORS = tuple(field.name for field in fields(PackedBatch) if not field.name.endswith("lengths"))
+_LENGTHS = ("lengths", "decoder_lengths", "masked_lengths")
+_ALIGNMENT = 16  # int32 elements: each tensor starts on a cache line, as one of its own would
+
+
+@dataclass(frozen=True)
+class _Update:
+    """An update on its way from a loader process: all tensors in one. Each tensor that changes process holds a file
+    descriptor on both sides, and nine for every micro-batch are soon more than a process may have. To pin one is also
+    less work than to pin hundreds."""
+
+    row: Tensor
+    sizes: list[list[int]]
+    """Elements of each tensor of each micro-batch, in the order of _TENSORS."""
+    lengths: list[tuple[tuple[int, ...], ...]]
+
+    @classmethod
+    def of(cls, micro_batches: list[PackedBatch]) -> _Update:
+        tensors = [[getattr(batch, name) for name in _TENSORS] for batch in micro_batches]
+        sizes = [[tensor.numel() for tensor in parts] for parts in tensors]
+        row = torch.empty(sum(map(_aligned, itertools.chain(*sizes))), dtype=torch.int32)
+        for part, tensor in zip(_parts(row, itertools.chain(*sizes)), itertools.chain(*tensors), strict=True):
+            part.copy_(tensor)
+        return cls(row, sizes, [tuple(getattr(batch, name) for name in _LENGTHS) for batch in micro_batches])
+
+    def pin_memory(self) -> _Update:
+        return _Update(self.row.pin_memory(), self.sizes, self.lengths)
+
+    def micro_batches(self) -> list[PackedBatch]:
+        parts = _parts(self.row, itertools.chain(*self.sizes))
+        batches = []
+        for lengths in self.lengths:
+            values: dict[str, Any] = {name: next(parts) for name in _TENSORS}
+            values.update(zip(_LENGTHS, lengths, strict=True))
+            batches.append(PackedBatch(**values))
+        return batches
+
+
+def _parts(row: Tensor, sizes: Iterator[int]) -> Iterator[Tensor]:
+    """Views of `row`, of these many elements each."""
+    start = 0
+    for size in sizes:
+        yield row[start : start + size]
+        start += _aligned(size)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _leave_signals_to_the_trainer(_: int) -> None:

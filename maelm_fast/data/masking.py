@@ -1,21 +1,25 @@
-"""Masks as functions, and the packing of masked sequences into a PackedBatch, on the host in NumPy.
+"""Masks as functions, and the packing of masked sequences into a PackedBatch, on the host.
 
 The masked positions of a sequence are those with the n smallest Philox words, keyed by (seed, epoch, sample id), one
 word per position; ties go to the lower position. Hence the same masks at any batch size and worker count, and from any
-implementation that draws the same words.
+implementation that draws the same words. There are two here: `pack` uses the C++ of csrc/host/masking.cpp where it was
+built; `pack_numpy` is the reference, gives the same bits, and does it where it was not.
 
-Shapes: S sequences, L the longest of them.
+Shapes: S sequences, N tokens in all, L tokens in the longest sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from maelm_fast import native
 from maelm_fast.batch import PackedBatch, cumulative
 from maelm_fast.config import MaskingConfig, require
 from maelm_fast.philox import Stream, position_words
@@ -23,6 +27,9 @@ from maelm_fast.philox import Stream, position_words
 VALIDATION_EPOCH = 0xFFFFFFFF  # an epoch no run reaches: validation masks are the same at every evaluation
 _NEVER = np.uint64(1) << np.uint64(32)  # larger than any word: a position that cannot be masked
 _BERT_MASK, _BERT_RANDOM = 0.8, 0.9  # cumulative shares: 80% [MASK], 10% random, the rest unchanged
+_TOKEN_DTYPES = tuple(np.dtype(name) for name in ("uint16", "uint32", "int32", "int64"))
+_LARGEST_WORD = 0xFFFFFFFF
+_LARGEST_ROW = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -34,14 +41,151 @@ class Vocabulary:
     special: tuple[int, ...]
 
 
+def pack(
+    sequences: Sequence[NDArray[np.generic]],
+    samples: NDArray[np.int64],
+    epochs: NDArray[np.int64],
+    masking: MaskingConfig,
+    vocabulary: Vocabulary,
+    seed: int,
+    encoder_sees_mask: bool,
+) -> PackedBatch:
+    """Mask S sequences of token ids and pack them.
+
+    sequences: S rows of integers of any type. samples, epochs: (S,) the key of each sequence's masks, each in
+    [0, 2**32). seed: 64 bits. encoder_sees_mask: False removes the [MASK] tokens from the encoder's row (MAE-LM); True
+    leaves them in (standard MLM). With the BERT policy the tokens shown as random or unchanged stay in the encoder's
+    row either way, and are predicted all the same.
+
+    Raises UserError on a token id outside the vocabulary, and if the BERT policy has no token to draw from."""
+    rows = _checked(sequences, samples, epochs, vocabulary, masking.policy)
+    host = native.host()
+    if host is None:
+        return _pack_numpy(rows, masking, vocabulary, seed, encoder_sees_mask)
+    return _pack_host(host, rows, masking, vocabulary, seed, encoder_sees_mask)
+
+
+def pack_numpy(
+    sequences: Sequence[NDArray[np.generic]],
+    samples: NDArray[np.int64],
+    epochs: NDArray[np.int64],
+    masking: MaskingConfig,
+    vocabulary: Vocabulary,
+    seed: int,
+    encoder_sees_mask: bool,
+) -> PackedBatch:
+    """`pack` in plain NumPy: the reference for tests and benchmarks."""
+    rows = _checked(sequences, samples, epochs, vocabulary, masking.policy)
+    return _pack_numpy(rows, masking, vocabulary, seed, encoder_sees_mask)
+
+
+def pack_masked(
+    sequences: Sequence[NDArray[np.generic]], vocabulary: Vocabulary, encoder_sees_mask: bool
+) -> PackedBatch:
+    """Pack S sequences that hold [MASK] already; the labels, which nobody knows, are [MASK] too."""
+    unused = np.zeros(len(sequences), dtype=np.int64)
+    ids, valid = _padded(_checked(sequences, unused, unused, vocabulary))
+    masked = valid & (ids == vocabulary.mask_id)
+    return _packed(ids, ids, valid, masked, masked, encoder_sees_mask)
+
+
+class _Rows(NamedTuple):
+    """What both implementations take, checked."""
+
+    ids: NDArray[np.generic]
+    """(N,) one sequence after another, contiguous, of one of _TOKEN_DTYPES."""
+    lengths: NDArray[np.int64]
+    """(S,), as the next two."""
+    samples: NDArray[np.int64]
+    epochs: NDArray[np.int64]
+
+
+def _checked(
+    sequences: Sequence[NDArray[np.generic]],
+    samples: NDArray[np.int64],
+    epochs: NDArray[np.int64],
+    vocabulary: Vocabulary,
+    policy: str = "mask",
+) -> _Rows:
+    """What both implementations take; the only place where they check their input."""
+    arrays = [np.asarray(sequence) for sequence in sequences]
+    dtypes = {array.dtype for array in arrays}
+    if any(dtype.kind not in "iu" for dtype in dtypes):
+        raise ValueError(f"token ids must be integers, not {', '.join(sorted(map(str, dtypes)))}")
+    dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.int64)
+    if dtype not in _TOKEN_DTYPES:
+        dtype = np.dtype(np.int64)
+    ids = np.concatenate(arrays, dtype=dtype, casting="unsafe") if arrays else np.empty(0, dtype)
+    keys = np.asarray(samples, dtype=np.int64), np.asarray(epochs, dtype=np.int64)
+    for values, name in zip(keys, ("samples", "epochs"), strict=True):
+        if values.shape != (len(arrays),):
+            raise ValueError(f"{len(arrays)} sequences need {name} of shape ({len(arrays)},), not {values.shape}")
+        if values.size and not 0 <= int(values.min()) <= int(values.max()) <= _LARGEST_WORD:
+            raise ValueError(f"{name} must lie in [0, 2**32): they are 32-bit words of the generator's counter")
+    if ids.size > _LARGEST_ROW:
+        raise ValueError(f"{ids.size} tokens in a batch are more than int32 can count")
+    check_ids(ids, vocabulary)
+    if policy == "bert":
+        special = {token for token in vocabulary.special if 0 <= token < vocabulary.size}
+        require(len(special) < vocabulary.size, "masking.policy bert has no token to draw from: all are special")
+    return _Rows(ids, np.array([len(array) for array in arrays], dtype=np.int64), *keys)
+
+
+def check_ids(ids: NDArray[np.generic], vocabulary: Vocabulary) -> None:
+    """UserError if a token lies outside the vocabulary."""
+    smallest, largest = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
+    wrong = smallest if smallest < 0 else largest
+    require(
+        0 <= wrong < vocabulary.size,
+        f"token id {wrong} is outside the vocabulary of {vocabulary.size}: the token store is damaged or "
+        f"belongs to another tokenizer; prepare it again",
+    )
+
+
+def _pack_host(
+    host: ModuleType, rows: _Rows, masking: MaskingConfig, vocabulary: Vocabulary, seed: int, encoder_sees_mask: bool
+) -> PackedBatch:
+    arrays: dict[str, Any] = host.pack(
+        **rows._asdict(),
+        rate=masking.rate,
+        stochastic=masking.count == "stochastic",
+        special_tokens=masking.special_tokens,
+        bert=masking.policy == "bert",
+        encoder_sees_mask=encoder_sees_mask,
+        vocab_size=vocabulary.size,
+        mask_id=vocabulary.mask_id,
+        special=vocabulary.special,
+        seed=seed & 0xFFFFFFFFFFFFFFFF,
+    )
+    values: dict[str, Any] = {
+        name: torch.from_numpy(a) if isinstance(a, np.ndarray) else a for name, a in arrays.items()
+    }
+    return PackedBatch(**values, decoder_lengths=tuple(rows.lengths.tolist()))
+
+
+def _pack_numpy(
+    rows: _Rows, masking: MaskingConfig, vocabulary: Vocabulary, seed: int, encoder_sees_mask: bool
+) -> PackedBatch:
+    ids, valid = _padded(rows)
+    masked = choose_masked(ids, valid, rows.samples, rows.epochs, masking, vocabulary, seed)
+    shown, becomes_mask = ids.copy(), masked
+    if masking.policy == "bert":
+        becomes_mask = _bert_policy(shown, masked, rows.samples, rows.epochs, vocabulary, seed)
+    shown[becomes_mask] = vocabulary.mask_id
+    return _packed(ids, shown, valid, masked, becomes_mask, encoder_sees_mask)
+
+
 def mask_counts(
     lengths: NDArray[np.int64], samples: NDArray[np.int64], epochs: NDArray[np.int64], masking: MaskingConfig, seed: int
 ) -> NDArray[np.int64]:
     """(S,) number of tokens to mask in sequences with `lengths` maskable tokens."""
     if masking.count == "fixed":
-        return np.floor(masking.rate * lengths + 0.5).astype(np.int64)  # type: ignore[no-any-return]
-    words = _words(samples, 1, epochs, Stream.ROUNDING, seed)[:, 0]
-    return np.floor(masking.rate * lengths + words.astype(np.float64) / 2.0**32).astype(np.int64)
+        counts = np.floor(masking.rate * lengths + 0.5)
+    else:
+        words = _words(samples, 1, epochs, Stream.ROUNDING, seed)[:, 0]
+        counts = np.floor(masking.rate * lengths + words.astype(np.float64) / 2.0**32)
+    counts = np.minimum(counts, lengths)  # at a rate next to 1 the sum may round up to one too many
+    return counts.astype(np.int64)  # type: ignore[no-any-return]
 
 
 def choose_masked(
@@ -64,52 +208,11 @@ def choose_masked(
     return chosen
 
 
-def pack(
-    sequences: Sequence[NDArray[np.generic]],
-    samples: NDArray[np.int64],
-    epochs: NDArray[np.int64],
-    masking: MaskingConfig,
-    vocabulary: Vocabulary,
-    seed: int,
-    encoder_sees_mask: bool,
-) -> PackedBatch:
-    """Mask S sequences of token ids and pack them.
-
-    samples, epochs: (S,) the key of each sequence's masks. encoder_sees_mask: False removes the [MASK] tokens from the
-    encoder's row (MAE-LM); True leaves them in (standard MLM). With the BERT policy the tokens shown as random or
-    unchanged stay in the encoder's row either way, and are predicted all the same."""
-    ids, valid = _padded(sequences, vocabulary)
-    masked = choose_masked(ids, valid, samples, epochs, masking, vocabulary, seed)
-    shown, becomes_mask = ids.copy(), masked
-    if masking.policy == "bert":
-        becomes_mask = _bert_policy(shown, masked, samples, epochs, vocabulary, seed)
-    shown[becomes_mask] = vocabulary.mask_id
-    return _packed(ids, shown, valid, masked, becomes_mask, encoder_sees_mask)
-
-
-def pack_masked(
-    sequences: Sequence[NDArray[np.generic]], vocabulary: Vocabulary, encoder_sees_mask: bool
-) -> PackedBatch:
-    """Pack S sequences that hold [MASK] already; the labels, which nobody knows, are [MASK] too."""
-    ids, valid = _padded(sequences, vocabulary)
-    masked = valid & (ids == vocabulary.mask_id)
-    return _packed(ids, ids, valid, masked, masked, encoder_sees_mask)
-
-
-def _padded(
-    sequences: Sequence[NDArray[np.generic]], vocabulary: Vocabulary
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _padded(rows: _Rows) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """(ids, valid), both (S, L); ids are 0 and valid is False in the padding."""
-    lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
-    width = int(lengths.max(initial=0))
-    valid = np.arange(width)[None, :] < lengths[:, None]
-    ids = np.zeros((len(sequences), width), dtype=np.int64)
-    ids[valid] = np.concatenate([np.asarray(sequence, dtype=np.int64) for sequence in sequences])
-    require(
-        int(ids.max(initial=0)) < vocabulary.size,
-        f"token id {ids.max(initial=0)} is outside the vocabulary of {vocabulary.size}: the token store is damaged or "
-        f"belongs to another tokenizer; prepare it again",
-    )
+    valid = np.arange(rows.lengths.max(initial=0))[None, :] < rows.lengths[:, None]
+    ids = np.zeros(valid.shape, dtype=np.int64)
+    ids[valid] = rows.ids
     return ids, valid
 
 

@@ -2,7 +2,8 @@
 
 A Feistel network shuffles a power of four at least as large as `size`; values that fall outside are sent
 through it again until they fall inside (cycle walking; fewer than four passes on average). Nothing is stored, so a run
-resumes anywhere and a corpus of a billion samples needs no index array.
+resumes anywhere and a corpus of a billion samples needs no index array. The C++ of csrc/host/order.cpp does it where it
+was built; `permutation_numpy` is the reference, with the same result.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from maelm_fast import native
 from maelm_fast.philox import Stream, philox4x32
 
 _FEISTEL_ROUNDS = 8  # with 4 the order of a few ten thousand samples is measurably uneven
@@ -18,14 +20,28 @@ _MIN_HALF_BITS = 4  # below this a network has too few distinct round functions 
 
 def permutation(index: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Sample ids, int64, at places `index` (any shape, each in [0, size)) of epoch `epoch`'s order."""
-    half = max(_MIN_HALF_BITS, -(-(size - 1).bit_length() // 2))
     flat = np.ascontiguousarray(index).reshape(-1)
     if flat.size and not (flat.min() >= 0 and flat.max() < size):
         raise ValueError(f"index outside [0, {size})")
-    values = _feistel(flat.astype(np.uint64), half, seed, epoch)
+    host = native.host()
+    if host is None:
+        ids = permutation_numpy(flat, size, seed, epoch)
+    else:
+        ids = host.permute(flat, size, _half_bits(size), _FEISTEL_ROUNDS, seed & 0xFFFFFFFFFFFFFFFF, epoch)
+    return ids.reshape(np.shape(index))
+
+
+def permutation_numpy(index: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """`permutation` of one row of places, without its check."""
+    half = _half_bits(size)
+    values = _feistel(index.astype(np.uint64), half, seed, epoch)
     while (outside := np.flatnonzero(values >= size)).size:
         values[outside] = _feistel(values[outside], half, seed, epoch)
-    return values.astype(np.int64).reshape(np.shape(index))
+    return values.astype(np.int64)
+
+
+def _half_bits(size: int) -> int:
+    return max(_MIN_HALF_BITS, -(-(size - 1).bit_length() // 2))
 
 
 def _feistel(values: NDArray[np.uint64], half: int, seed: int, epoch: int) -> NDArray[np.uint64]:

@@ -1,6 +1,6 @@
 """The ops: pure functions over packed rows, each equal to the PyTorch line in its docstring.
 
-Each has backends (ops/dispatch.py): plain PyTorch (ops/reference) on any device, Triton kernels, the compiled extension.
+Each has backends (ops/dispatch.py): plain PyTorch (ops/reference) on any device, Triton kernels, compiled code.
 """
 
 from maelm_fast.ops.add_norm import add_norm
@@ -8,6 +8,7 @@ from maelm_fast.ops.attention import AttentionLayout, PositionBias, attention
 from maelm_fast.ops.dispatch import backends, set_backends
 from maelm_fast.ops.embed_packed import embed_packed
 from maelm_fast.ops.feed_forward import feed_forward
+from maelm_fast.ops.mask_and_pack import mask_and_pack
 from maelm_fast.ops.masked_cross_entropy import masked_cross_entropy
 from maelm_fast.ops.reference.dropout import dropout
 from maelm_fast.ops.reference.layer_norm import layer_norm
@@ -24,6 +25,7 @@ __all__ = [
     "embed_packed",
     "feed_forward",
     "layer_norm",
+    "mask_and_pack",
     "masked_cross_entropy",
     "masked_logits",
     "scatter_to_decoder",

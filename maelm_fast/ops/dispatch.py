@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from maelm_fast import native
 from maelm_fast.config import BackendConfig
 from maelm_fast.errors import UserError
+from maelm_fast.ops.registration import native_reason
 
 Reasons = Callable[[], list[str]]
 log = logging.getLogger(__name__)
@@ -82,8 +82,8 @@ def triton_reasons(*tensors: Tensor) -> list[str]:
 
 def native_reasons(op: str, *tensors: Tensor) -> list[str]:
     """Why the compiled extension cannot take these tensors."""
-    if not native.has(op, tensors[0].device.type):
-        return [native.why_not(tensors[0].device.type)]
+    if reason := native_reason(op, tensors[0].device.type):
+        return [reason]
     wrong = {str(t.dtype).removeprefix("torch.") for t in tensors if t.dtype not in FLOATS and t.is_floating_point()}
     return [f"dtype {', '.join(sorted(wrong))} (it takes fp32, bf16 and fp16)"] if wrong else []
 

@@ -1,5 +1,222 @@
-"""masked_cross_entropy(): the end of a post-LN sublayer."""
+"""masked_cross_entropy(): tied projection, softmax loss and all gradients, a chunk of rows at a time.
 
-from maelm_fast.ops.reference.masked_cross_entropy import masked_cross_entropy
+The gradients are made in the forward pass, where a chunk's logits exist: they are written over the logits, and two
+matrix products take them to the inputs. The whole (M, V) never exists, and the backward pass only scales. The chunk
+loop is one for all backends; what differs is who turns logits into gradients: a Triton kernel or plain PyTorch.
+"""
 
-__all__ = ["masked_cross_entropy"]
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maelm_fast.errors import UserError
+from maelm_fast.ops import dispatch
+from maelm_fast.ops.feed_forward import compute_dtype
+from maelm_fast.ops.reference import masked_cross_entropy as reference
+
+LOGITS_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
+"""Logits that exist at once. Larger chunks add to the table's gradient less often; on a CPU fresh memory costs time."""
+
+RowLoss = Callable[[Tensor, Tensor, Tensor, int, float, bool], tuple[Tensor, Tensor]]
+Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # loss, correct, gradients of hidden, table and bias
+
+
+def masked_cross_entropy(
+    hidden: Tensor,
+    table: Tensor,
+    bias: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    z_loss: float = 0.0,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """logits = F.linear(hidden, table[:vocab_size], bias[:vocab_size])
+    (F.cross_entropy(logits, labels, reduction="sum") + z_loss * logits.logsumexp(-1).square().sum(),
+    (logits.argmax(-1) == labels).sum())
+
+    hidden: (M, d), M may be 0. table: (V, d); its rows from vocab_size on only pad it: they are never predicted and
+    their gradient is 0. bias: (V,). labels: (M,) int32 in [0, vocab_size), which is the caller's duty: another label
+    gives an infinite loss (triton) or an error of PyTorch's. z_loss: weight of the squared log of the softmax's
+    denominator. Returns the loss in nats, 0-d fp32 (fp64 for fp64), and the correct predictions, 0-d int64.
+
+    Under autocast the products run in its dtype, as F.linear's do, but an fp32 table gets its gradient in fp32. At most
+    256 MiB of logits exist at once on a GPU, 64 MiB on a CPU, and from the forward pass to the backward pass the
+    gradients, which include one fp32 table.
+
+    backend: "triton", "chunked" (the same in plain PyTorch, any device), "reference" or "auto". Raises UserError if the
+    named one cannot run or the shapes do not fit together."""
+    rows, width = hidden.shape[0], table.shape[0]
+    if labels.shape != (rows,) or bias.shape != (width,) or not 0 < vocab_size <= width:
+        shapes = ", ".join(f"{tuple(t.shape)}" for t in (hidden, table, bias, labels))
+        raise UserError(
+            f"masked_cross_entropy: hidden, table, bias and labels of shape {shapes} and vocab_size {vocab_size} "
+            "do not fit together"
+        )
+    name = dispatch.pick(
+        "masked_cross_entropy",
+        backend,
+        hidden.device,
+        {
+            "triton": lambda: dispatch.triton_reasons(hidden, table, bias),
+            "chunked": dispatch.always,
+            "reference": dispatch.always,
+        },
+    )
+    if name == "reference":
+        return reference.masked_cross_entropy(hidden, table, bias, labels, vocab_size=vocab_size, z_loss=z_loss)
+    grad = torch.is_grad_enabled() and (hidden.requires_grad or table.requires_grad or bias.requires_grad)
+    loss, correct, *_ = _FORWARD[name](
+        hidden, table, bias, labels, vocab_size, float(z_loss), compute_dtype(hidden), grad
+    )
+    return loss, correct
+
+
+def _chunks(
+    row_loss: RowLoss,
+    hidden: Tensor,
+    table: Tensor,
+    bias: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    z_loss: float,
+    dtype: torch.dtype,
+    grad: bool,
+) -> Results:
+    rows, width = hidden.shape[0], table.shape[0]
+    loss, correct, grad_hidden, grad_table, grad_bias = _fake(
+        hidden, table, bias, labels, vocab_size, z_loss, dtype, grad
+    )
+    for zeroed in (loss, correct, grad_bias):
+        zeroed.zero_()
+    if rows == 0:
+        grad_table.zero_()
+    hidden, table, bias, labels = hidden.to(dtype), table.to(dtype), bias.contiguous(), labels.int().contiguous()
+    step = _chunk_rows(rows, width * dtype.itemsize, hidden.device.type)
+    logits = torch.empty(min(rows, step), width, dtype=dtype, device=hidden.device)
+    for start in range(0, rows, step):
+        part = slice(start, min(rows, start + step))
+        chunk = torch.mm(hidden[part], table.t(), out=logits[: part.stop - start])
+        losses, hits = row_loss(chunk, bias, labels[part], vocab_size, z_loss, grad)
+        loss += losses.sum()
+        correct += hits.sum()
+        if grad:
+            torch.mm(chunk, table, out=grad_hidden[part])
+            _add_product(grad_table, chunk.t(), hidden[part], fresh=start == 0)
+            grad_bias += chunk.sum(0, dtype=grad_bias.dtype)
+    return loss, correct, grad_hidden, grad_table, grad_bias
+
+
+def _chunk_rows(rows: int, row_bytes: int, device: str) -> int:
+    """Rows a chunk: chunks of equal size, as few as the memory allows, in steps of 128 (the tiles of the products)."""
+    most = max(1, LOGITS_BYTES.get(device, LOGITS_BYTES["cpu"]) // row_bytes)
+    even = -(-rows // max(1, -(-rows // most)))
+    return max(1, min(most, -(-even // 128) * 128))
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
+    """total = a @ b if fresh, else total += a @ b. total may be wider than a and b; the product is then never rounded to theirs."""
+    if total.dtype == a.dtype:
+        torch.addmm(total, a, b, beta=0 if fresh else 1, out=total)
+    elif total.is_cuda and fresh:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    elif total.is_cuda:
+        total.add_(torch.mm(a, b, out_dtype=total.dtype))  # addmm refuses a wider addend in some versions
+    elif fresh:
+        total.copy_(torch.mm(a, b))
+    else:
+        total.add_(torch.mm(a, b))
+
+
+def _plain_loss_rows_(
+    logits: Tensor, bias: Tensor, labels: Tensor, vocab_size: int, z_loss: float, grad: bool
+) -> tuple[Tensor, Tensor]:
+    """kernels.masked_cross_entropy.loss_rows_ in PyTorch: in place where the logits are wide, else in an fp32 copy."""
+    scores = logits[:, :vocab_size]
+    wide = scores if scores.element_size() >= 4 else scores.float()
+    wide += bias[:vocab_size]
+    label = labels.long()[:, None]
+    at_label = wide.gather(1, label)
+    highest, first = wide.max(dim=1, keepdim=True)
+    wide.sub_(highest).exp_()
+    total = wide.sum(1, keepdim=True)
+    lse = highest + total.log()
+    if grad:
+        wide *= (1.0 + 2.0 * z_loss * lse) / total
+        wide.scatter_add_(1, label, wide.new_full((), -1.0).expand_as(label))
+        if wide is not scores:
+            scores.copy_(wide)
+        logits[:, vocab_size:] = 0.0
+    return lse - at_label + z_loss * lse.square(), first == label
+
+
+def _triton_loss_rows() -> RowLoss:
+    from maelm_fast.kernels.masked_cross_entropy import loss_rows_
+
+    return loss_rows_
+
+
+def _fake(
+    hidden: Tensor,
+    table: Tensor,
+    bias: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    z_loss: float,
+    dtype: torch.dtype,
+    grad: bool,
+) -> Results:
+    """The results, unwritten: loss, correct, and the gradients of hidden, table and bias (empty without `grad`)."""
+    wide, device = torch.promote_types(dtype, torch.float32), hidden.device
+    return (
+        torch.empty((), dtype=wide, device=device),
+        torch.empty((), dtype=torch.int64, device=device),
+        torch.empty(hidden.shape if grad else (0,), dtype=dtype, device=device),
+        torch.empty(table.shape if grad else (0,), dtype=wide, device=device),
+        torch.empty(bias.shape if grad else (0,), dtype=wide, device=device),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)  # else autograd would make a table of zeros for a gradient that nobody reads
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[2:])
+    ctx.dtypes = [t.dtype for t in inputs[:3]]
+
+
+def _backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    """The gradients of hidden, table and bias, times grad_loss; not in a narrow dtype, which would round grad_loss."""
+    if grad_loss is None:
+        return (None,) * 8
+    wanted = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad, strict=False)
+    scaled = [(g.to(grad_loss.dtype) * grad_loss).to(dtype) if needed else None for g, dtype, needed in wanted]
+    return (*scaled, *[None] * 5)
+
+
+def _register(name: str, row_loss: Callable[[], RowLoss]) -> Any:
+    @torch.library.custom_op(f"maelm_fast::masked_cross_entropy_{name}_fwd", mutates_args=())
+    def forward(
+        hidden: Tensor,
+        table: Tensor,
+        bias: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        z_loss: float,
+        dtype: torch.dtype,
+        grad: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return _chunks(row_loss(), hidden, table, bias, labels, vocab_size, z_loss, dtype, grad)
+
+    forward.register_fake(_fake)
+    forward.register_autograd(_backward, setup_context=_setup_context)
+    return forward
+
+
+_FORWARD = {
+    "triton": _register("triton", _triton_loss_rows),
+    "chunked": _register("chunked", lambda: _plain_loss_rows_),
+}

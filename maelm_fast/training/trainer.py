@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from maelm_fast import ops
-from maelm_fast.batch import PackedBatch
+from maelm_fast.batch import PackedBatch, RaggedBatch
 from maelm_fast.config import RunConfig
 from maelm_fast.data.loader import TrainingBatches, training_updates, validation_batches
 from maelm_fast.data.masking import Vocabulary
@@ -67,7 +67,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.optim)
         self.batches = TrainingBatches(
             train, vocabulary, config.masking, config.seed, config.optim.batch_size, config.runtime.micro_batch_size,
-            self.model.encoder_sees_mask,
+            self.model.encoder_sees_mask, mask_on_device=config.runtime.backend.mask_and_pack not in ("auto", "host"),
         )  # fmt: skip
         self.progress = Progress()
         self._stop_signal: signal.Signals | None = None
@@ -118,8 +118,17 @@ class Trainer:
                 )
         return progress
 
-    def _update(self, micro_batches: list[PackedBatch], meter: _Meter) -> dict[str, Any]:
+    def _on_device(self, batch: PackedBatch | RaggedBatch) -> PackedBatch:
+        if isinstance(batch, PackedBatch):
+            return batch.to(self.device, non_blocking=True)
+        return ops.mask_and_pack(
+            batch.ids.to(self.device, non_blocking=True), batch.lengths, batch.samples, batch.epochs,
+            self.config.masking, self.vocabulary, self.config.seed, self.model.encoder_sees_mask,
+        )  # fmt: skip
+
+    def _update(self, loaded: list[PackedBatch] | list[RaggedBatch], meter: _Meter) -> dict[str, Any]:
         """One optimiser update; the metrics row of it, its tensors not yet read back from the device."""
+        micro_batches = [self._on_device(batch) for batch in loaded]
         progress, optim = self.progress, self.config.optim
         self.model.train()
         masked = sum(batch.counts.masked for batch in micro_batches)
@@ -129,7 +138,7 @@ class Trainer:
             for i, batch in enumerate(micro_batches):
                 seed = fold_seed(self.config.seed, _DROPOUT, progress.step, i)
                 with self._autocast():
-                    micro_loss, micro_correct = self.model(batch.to(self.device, non_blocking=True), dropout_seed=seed)
+                    micro_loss, micro_correct = self.model(batch, dropout_seed=seed)
                 (micro_loss / max(masked, 1)).backward()
                 loss += micro_loss.detach()
                 correct += micro_correct
@@ -161,8 +170,7 @@ class Trainer:
             "update %d skipped: its gradient is not finite (%d in a row)", progress.step, progress.skipped_in_a_row
         )
         if progress.skipped_in_a_row >= self.config.runtime.max_nonfinite:
-            first = progress.step * self.batches.per_update
-            ids = [int(s) for i in range(self.batches.per_update) for s in self.batches.samples(first + i)[0]]
+            ids = self.batches.samples(progress.step)[0].tolist()
             file = self.run.path / "nonfinite.json"
             write_json(file, {"step": progress.step, "samples": ids})
             raise UserError(

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from maelm_fast import presets
-from maelm_fast.config import OptimConfig, RunConfig
+from maelm_fast.config import BackendConfig, OptimConfig, RunConfig
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
 from maelm_fast.training import checkpoint, trainer
@@ -99,6 +99,21 @@ def test_resume_is_bitwise(
             pretrain("tiny", asked, str(store), str(out))
     pretrain("tiny", asked, str(store), str(out))
     assert_same(out, whole)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_masks_drawn_on_the_device_make_the_same_run(backend: str, store: Path, whole: Path, tmp_path: Path) -> None:
+    pretrain("tiny", config(runtime={"backend": BackendConfig(mask_and_pack=backend)}), str(store), str(tmp_path / "r"))
+    assert_same(tmp_path / "r", whole)
+
+
+def test_a_backend_that_cannot_run_ends_the_run_with_its_reason(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    asked = config(runtime={"backend": BackendConfig(add_norm="triton")})
+    with pytest.raises(UserError, match="add_norm: backend 'triton' cannot run: the tensors are on the CPU"):
+        pretrain("tiny", asked, str(store), str(tmp_path / "run"))
 
 
 def test_micro_batch_size_changes_only_rounding(store: Path, whole: Path, tmp_path: Path) -> None:

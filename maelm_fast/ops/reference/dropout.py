@@ -3,7 +3,7 @@
 Every backend draws the same bits. Eight neighbouring columns share one Philox4x32-7 block:
 
     words = philox(counter=(column // 8, row, place, part), key=seed)      # four 32-bit words, eight halves
-    keep[row, column] = half(words, column % 8) >= round(p * 65536)        # low half of word 0, high half of word 0, ...
+    keep[row, column] = half(words, column % 8) >= round(p * 65536)        # low half of word 0, its high half, ...
 
 Seven rounds pass the statistical batteries (Salmon et al. 2011); masks and sample order, drawn once, keep ten. The rate
 is exact to 2**-16. The seed is a tensor, so that a captured CUDA graph can be told another one.
@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from maelm_fast.errors import UserError
 
 ROUNDS = 7
 _LANES = 8  # columns a block
@@ -69,9 +71,18 @@ def _philox(counter: tuple[Tensor, Tensor, Tensor, int], key: tuple[Tensor, Tens
 
 
 def dropout(x: Tensor, p: float, seed: Tensor | None, place: int = 0, part: int = 0) -> Tensor:
-    """F.dropout(x, p), reproducible from seed, place and part."""
-    if p == 0.0:
+    """F.dropout(x, p), reproducible from seed, place and part.
+
+    seed: one int64 on x's device. Raises UserError without a seed, or for p outside [0, 1)."""
+    check_dropout(p, seed)
+    if seed is None or p == 0.0:
         return x
-    if seed is None:
-        raise ValueError("dropout needs a seed")
-    return x * keep_mask(x.shape, p, seed, place, part, dtype=x.dtype) * (1.0 / (1.0 - p))
+    return x * keep_mask(x.shape, p, seed, place, part, x.dtype) * (1.0 / (1.0 - p))
+
+
+def check_dropout(p: float, seed: Tensor | None) -> None:
+    """Raises UserError unless p is in [0, 1) and there is a seed if p is not 0."""
+    if not 0.0 <= p < 1.0:
+        raise UserError(f"dropout: p must be at least 0 and below 1, not {p}")
+    if p > 0.0 and seed is None:
+        raise UserError("dropout: p > 0 needs a seed, one int64 on the tensors' device")

@@ -1,0 +1,133 @@
+"""What every Triton kernel variant that is launched costs a multiprocessor: registers, spills, shared memory.
+
+Compiled ahead of time for sm_80 and sm_90; no GPU is needed. Prints a line per variant and exits with 1 if one spills
+registers (bytes a thread) or needs more shared memory (KiB a block) than there is. resident: the share of a
+multiprocessor's warps that fit at once.
+
+    python -m benchmarks.kernel_budget [--op add_norm]
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import importlib
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+KERNELS = Path(__file__).resolve().parents[1] / "kernels"
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # bytes a block may ask for
+SHARED_TOTAL = {80: 164 * 1024, 90: 228 * 1024}  # bytes a multiprocessor has; 1 KiB of each block's is the system's
+REGISTERS, MAX_WARPS, MAX_BLOCKS, WARP = 65536, 64, 32, 32
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One variant on one architecture. stack: bytes a thread of local memory, which is where spills go."""
+
+    registers: int
+    stack: int
+    shared: int
+    warps: int
+
+    def fits(self, arch: int) -> bool:
+        return self.stack == 0 and self.shared <= SHARED_LIMIT[arch]
+
+    def occupancy(self, arch: int) -> float:
+        """Share of the multiprocessor's warps that can be resident."""
+        registers = -(-self.registers // 8) * 8 * WARP * self.warps
+        blocks = min(REGISTERS // registers, SHARED_TOTAL[arch] // (self.shared + 1024), MAX_BLOCKS)
+        return min(MAX_WARPS, blocks * self.warps) / MAX_WARPS
+
+
+def kernel_modules() -> list[str]:
+    """Names of the kernel files, without their shared part."""
+    return sorted(path.stem for path in KERNELS.glob("*.py") if path.stem != "common")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.kernel_budget", description=__doc__.splitlines()[0])
+    parser.add_argument("--op", choices=kernel_modules(), help="this op only")
+    arguments = parser.parse_args(argv)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("TRITON_INTERPRET=1 is set: interpreted kernels cannot be compiled; unset it")
+    jobs = [
+        (name, index, arch)
+        for name in ([arguments.op] if arguments.op else kernel_modules())
+        for index in range(len(_variants(name)))
+        for arch in SHARED_LIMIT
+    ]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context) as pool:
+        costs = dict(zip(jobs, pool.map(compile_variant, *zip(*jobs, strict=True), chunksize=4), strict=True))
+    failures = show(costs)
+    print(f"{len(jobs)} compilations, {failures} over budget")
+    return 1 if failures else 0
+
+
+def compile_variant(name: str, index: int, arch: int) -> Cost:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    variant = _variants(name)[index]
+    arguments = list(variant.kernel.arg_names)
+    signature = {a: "constexpr" if a in variant.constants else variant.signature[a] for a in arguments}
+    attributes = {(arguments.index(a),): [["tt.divisibility", 16]] for a in variant.divisible}
+    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants, attrs=attributes)
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **variant.options}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, WARP), options=options)
+    registers, stack = _resources(compiled.asm["cubin"])
+    return Cost(registers, stack, compiled.metadata.shared, variant.num_warps)
+
+
+def _variants(name: str) -> list[Any]:
+    variants: list[Any] = importlib.import_module(f"maelm_fast.kernels.{name}").variants()
+    return variants
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """(registers a thread, bytes of stack and local memory a thread) as the disassembler reports them."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", report)
+    if found is None:
+        raise RuntimeError(f"cuobjdump printed no resource usage:\n{report}")
+    registers, stack, local = (int(number) for number in found.groups())
+    return registers, stack + local
+
+
+def show(costs: dict[tuple[str, int, int], Cost]) -> int:
+    """Prints a line per variant; returns how many compilations are over budget."""
+    titles = {job[:2]: f"{job[0]}: {_variants(job[0])[job[1]].label.removeprefix(job[0]).strip()}" for job in costs}
+    width = max(map(len, titles.values()))
+    print(f"{'':{width}} warps" + "".join(f" | {f'sm_{arch}':<36}" for arch in SHARED_LIMIT))
+    print(f"{'':{width}}      " + " | registers  spilled  KiB  resident   " * len(SHARED_LIMIT))
+    over = 0
+    for key, title in titles.items():
+        cells = []
+        for arch in SHARED_LIMIT:
+            cost = costs[(*key, arch)]
+            over += not cost.fits(arch)
+            cells.append(
+                f" | {cost.registers:9} {cost.stack:8} {cost.shared / 1024:4.0f} {cost.occupancy(arch):9.0%} "
+                + ("  " if cost.fits(arch) else "!!")
+            )
+        print(f"{title:{width}} {costs[(*key, arch)].warps:5}" + "".join(cells))
+    return over
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,282 @@
+"""Each op against what it replaces, in one process, taking turns: ours, plain PyTorch, and on a GPU
+torch.compile and the peer library, where it is installed.
+
+    python -m benchmarks.ops --device cpu
+    python -m benchmarks.ops --device cuda --dtype bf16 --sequences 256 --out benchmarks/results/ops_gpu.jsonl
+
+1. Gate: at a small size the op's outputs and gradients must agree with plain PyTorch's, or it is not timed.
+2. Time: A B C A B C ...; a ratio is the median of the rounds' ratios, with quartiles. On a GPU by events, the L2 cache
+   flushed between calls.
+3. Bytes: for the ops that only move memory, the fewest bytes they can move over the time, as a share of what a plain
+   copy reaches in the same run.
+
+The host's own code (mask drawing, packing of documents) is timed against NumPy on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.measure import append_rows, environment, quartiles
+from benchmarks.registry import ENTRIES, Entry, Inputs, Setting
+from maelm_fast import native
+from maelm_fast.config import MaskingConfig
+from maelm_fast.data.masking import Vocabulary, pack, pack_numpy
+from maelm_fast.data.packing import best_fit, best_fit_numpy
+from maelm_fast.ops import dispatch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+GATE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}  # relative L2 distance from plain PyTorch
+TURN_SECONDS = 0.03  # a turn repeats its call until it takes at least this long
+FLUSH_BYTES = 256 << 20  # several times any L2 cache
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    name: str
+    backend: str
+    forward: Call
+    both: Call
+
+
+def contestants(entry: Entry, setting: Setting) -> list[Contestant]:
+    """Ours first, then plain PyTorch; ours is left out where plain PyTorch is what runs."""
+    inputs = entry.inputs(setting)
+    ours = backend_of(entry, inputs)
+    names = [("ours", ours)] if ours != "reference" else []
+    made = [_contestant(entry, inputs, name, backend) for name, backend in [*names, ("pytorch", "reference")]]
+    if setting.device == "cuda" and entry.name != "attention":  # the attention reference loops over sequences
+        compiled = torch.compile(lambda i: entry.call(i, "reference"), fullgraph=True)
+        made.append(_contestant(replace(entry, call=lambda i, _: compiled(i)), inputs, "compiled", "inductor"))
+    for name, peer in entry.peers.items() if setting.device == "cuda" else ():
+        try:
+            made.append(_contestant(replace(entry, call=lambda i, _, peer=peer: peer(i)), inputs, name, name))
+        except ImportError:
+            print(f"{entry.name}: {name} is not installed, skipped")
+    return made
+
+
+def _contestant(entry: Entry, inputs: Inputs, name: str, backend: str) -> Contestant:
+    leaves = {k: v.detach().requires_grad_() if k in entry.gradients else v for k, v in inputs.items()}
+    wanted = [leaves[k] for k in entry.gradients]
+    with torch.no_grad():
+        out = entry.call(leaves, backend)
+        upstream = torch.randn_like(out) if wanted else None
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return entry.call(leaves, backend)
+
+    def both() -> Any:
+        return torch.autograd.grad(entry.call(leaves, backend), wanted, upstream, allow_unused=True)
+
+    return Contestant(name, backend, forward, both)
+
+
+def backend_of(entry: Entry, inputs: Inputs) -> str:
+    """The backend that "auto" takes."""
+    chosen: list[str] = []
+    original = dispatch.pick
+
+    def spy(*arguments: Any) -> str:
+        chosen.append(original(*arguments))
+        return chosen[-1]
+
+    dispatch.pick = spy  # type: ignore[assignment]
+    try:
+        with torch.no_grad():
+            entry.call(inputs, "auto")
+    finally:
+        dispatch.pick = original
+    return chosen[0]
+
+
+def gate(entry: Entry, setting: Setting) -> float:
+    """The largest relative distance of an output or a gradient from plain PyTorch's. SystemExit if it is too large."""
+    small = replace(setting, sequences=2)
+    torch.manual_seed(0)
+    inputs = entry.inputs(small)
+    results: list[list[Tensor]] = []
+    for backend in ("auto", "reference"):
+        leaves = {k: v.detach().requires_grad_() if k in entry.gradients else v for k, v in inputs.items()}
+        out = entry.call(leaves, backend)
+        torch.manual_seed(1)
+        wanted = [leaves[k] for k in entry.gradients]
+        grads = torch.autograd.grad(out, wanted, torch.randn_like(out)) if wanted else ()
+        results.append([out, *grads])
+    distances = [_distance(a, b) for a, b in zip(*results, strict=True)]
+    if not max(distances) <= GATE[setting.dtype]:  # NaN fails too
+        raise SystemExit(f"gate: {entry.name} differs from plain PyTorch by {max(distances):.2g}; nothing is timed")
+    return max(distances)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
+
+
+def timed(call: Call, device: str) -> float:
+    """Seconds per call, over as many calls as make a turn."""
+    if device == "cuda":
+        return _timed_cuda(call)
+    count, seconds = 0, 0.0
+    while seconds < TURN_SECONDS:
+        began = time.perf_counter()
+        call()
+        seconds += time.perf_counter() - began
+        count += 1
+    return seconds / count
+
+
+def _timed_cuda(call: Call, count: int = 5) -> float:
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    for start, end in events:
+        flush.zero_()
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events) / 1000
+
+
+def turns(calls: Sequence[Call], device: str, rounds: int) -> list[list[float]]:
+    """Seconds of each call in each round, the calls taking turns."""
+    for call in calls:
+        for _ in range(3):
+            call()
+    taken: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for seconds, call in zip(taken, calls, strict=True):
+            seconds.append(timed(call, device))
+    return taken
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes read and written per second by a large copy."""
+    source = torch.ones((1 << 30) if device == "cuda" else (1 << 28), dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    seconds = turns([lambda: target.copy_(source)], device, 5)[0]
+    return 2 * source.nbytes / statistics.median(seconds)
+
+
+def op_rows(entry: Entry, setting: Setting, rounds: int, bandwidth: float) -> list[dict[str, Any]]:
+    """One row per contestant and phase."""
+    distance = gate(entry, setting)
+    them = contestants(entry, setting)
+    rows = []
+    for index, phase in enumerate(("forward", "forward+backward") if entry.gradients else ("forward",)):
+        taken = turns([c.both if index else c.forward for c in them], setting.device, rounds)
+        base = taken[[c.name for c in them].index("pytorch")]
+        for contestant, seconds in zip(them, taken, strict=True):
+            moved = entry.moved(setting)[index] if entry.moved else None
+            rows.append({
+                "op": entry.name, "phase": phase, "contestant": contestant.name, "backend": contestant.backend,
+                "dtype": str(setting.dtype).removeprefix("torch."), "sequences": setting.sequences,
+                "length": setting.length, "width": setting.width, "gate": float(f"{distance:.2g}"),
+                "ms": quartiles([1000 * s for s in seconds]),
+                "ratio": quartiles([b / s for b, s in zip(base, seconds, strict=True)]),
+                "copy_share": round(moved / statistics.median(seconds) / bandwidth, 3) if moved else None,
+            })  # fmt: skip
+    return rows
+
+
+def host_rows(rounds: int) -> list[dict[str, Any]]:
+    """Mask drawing with packing into a batch, and best-fit packing of documents: compiled code against NumPy."""
+    if native.host() is None:
+        print(f"host code: {native.reasons['host']}")
+        return []
+    draw = np.random.default_rng(0)
+    vocabulary, every = Vocabulary(32768, 32767, (0, 1, 2, 3, 32767)), np.arange(32)
+    ids = list(draw.integers(5, 32767, (32, 512)).astype(np.uint16))
+    arguments = (ids, every, np.zeros_like(every), MaskingConfig(), vocabulary, 0, False)
+    documents = np.clip(np.exp(draw.normal(5.5, 1.0, 20_000)), 2, 2048).astype(np.int64)
+    bins, count = best_fit(documents, 16384)
+    theirs, their_count = best_fit_numpy(documents, 16384)
+    same = all(
+        np.array_equal(getattr(pack(*arguments), name), getattr(pack_numpy(*arguments), name))
+        for name in ("visible_ids", "source", "masked_index", "labels")
+    )
+    if not same or count != their_count or not np.array_equal(bins, theirs):
+        raise SystemExit("gate: the compiled host code and NumPy disagree; nothing is timed")
+    cases: list[tuple[str, Call, Call, str]] = [
+        ("mask and pack 32 x 512", lambda: pack(*arguments), lambda: pack_numpy(*arguments), "tokens/s"),
+        ("best fit, 20,000 documents", lambda: best_fit(documents, 16384), lambda: best_fit_numpy(documents, 16384),
+         f"fill {documents.sum() / (count * 16384):.2%}"),
+    ]  # fmt: skip
+    rows = []
+    for name, ours, numpy, note in cases:
+        taken = turns([ours, numpy], "cpu", rounds)
+        speed = f"{32 * 512 / statistics.median(taken[0]) / 1e6:.0f}M tokens/s" if note == "tokens/s" else note
+        ratio = [quartiles([b / a for a, b in zip(*taken, strict=True)]), quartiles([1.0])]
+        for i, contestant in enumerate(("ours", "numpy")):
+            rows.append({
+                "op": name, "phase": "host", "contestant": contestant, "ms": quartiles([1000 * s for s in taken[i]]),
+                "ratio": ratio[i], "note": "" if i else speed,
+            })  # fmt: skip
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [f"{'op':28}{'phase':18}{'contestant':20}{'ms':>28}{'times PyTorch':>24}{'of copy':>9}"]
+    for row in rows:
+        ms, ratio = row["ms"], row["ratio"]
+        name = row["contestant"] + (f" ({row['backend']})" if row["contestant"] == "ours" and "backend" in row else "")
+        share = f"{row['copy_share']:.0%}" if row.get("copy_share") else row.get("note", "")
+        lines.append(
+            f"{row['op']:28}{row['phase']:18}{name:20}{ms['median']:>12.3f} [{ms['q1']:.3f}, {ms['q3']:.3f}]".ljust(94)
+            + f"{ratio['median']:>8.2f} [{ratio['q1']:.2f}, {ratio['q3']:.2f}]  {share}"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ops", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--ops", default="all", help="separated by commas")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--length", type=int, default=512, help="tokens a sequence")
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, help="JSONL file that the rows are appended to")
+    options = parser.parse_args(arguments)
+    everything = [name for name in ENTRIES if name != "mask_and_pack" or options.device == "cuda"]  # else the host's
+    names = everything if options.ops == "all" else options.ops.split(",")
+    if unknown := [name for name in names if name not in ENTRIES]:
+        parser.error(f"unknown op {', '.join(unknown)}; there are: {', '.join(ENTRIES)}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device is visible")
+    setting = Setting(
+        device=options.device, dtype=DTYPES[options.dtype], sequences=options.sequences, length=options.length,
+        width=options.width,
+    )  # fmt: skip
+    machine = environment(options.device)
+    bandwidth = copy_bandwidth(options.device)
+    machine["copy_gb_per_s"] = round(bandwidth / 1e9, 1)
+    print(f"{machine['device']}, {machine['threads']} threads, load {machine['load']}, torch {machine['torch']}, "
+          f"commit {machine['commit']}; copy {machine['copy_gb_per_s']} GB/s")  # fmt: skip
+    print(f"{setting.sequences} x {setting.length} tokens, width {setting.width}, {options.dtype}, {options.rounds} "
+          f"rounds; median [quartiles]")  # fmt: skip
+    rows = [row for name in names for row in op_rows(ENTRIES[name], setting, options.rounds, bandwidth)]
+    if options.device == "cpu" and names == everything:
+        rows += host_rows(options.rounds)
+    print(table(rows))
+    if options.out:
+        append_rows(options.out, (machine | row for row in rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

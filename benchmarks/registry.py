@@ -1,0 +1,227 @@
+"""What is benchmarked, one entry an op: its inputs, its call, and the fewest bytes it can move.
+
+Inputs are those of a training step: S sequences of L tokens, `rate` of them masked, encoder dropout 0.1. Tables and
+norm parameters are fp32, activations have the setting's dtype, as under autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from maelm_fast import ops
+from maelm_fast.batch import PackedBatch
+from maelm_fast.config import MaskingConfig
+from maelm_fast.data.masking import Vocabulary, pack
+from maelm_fast.ops import AttentionLayout, PositionBias
+
+DROPOUT = 0.1
+EPS = 1e-5
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Sizes shared by all entries: `base` unless told otherwise."""
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    sequences: int = 8
+    length: int = 512
+    rate: float = 0.15
+    width: int = 768
+    heads: int = 12
+    ffn: int = 3072
+    vocab: int = 32768
+
+    @property
+    def masked(self) -> int:
+        return self.sequences * int(self.rate * self.length + 0.5)
+
+    @property
+    def slots(self) -> int:
+        return self.sequences * self.length
+
+    @property
+    def visible(self) -> int:
+        return self.slots - self.masked
+
+    def batch(self) -> PackedBatch:
+        draw = np.random.default_rng(0)
+        rows = list(draw.integers(5, self.vocab - 1, (self.sequences, self.length)))
+        every = np.arange(self.sequences)
+        vocabulary = Vocabulary(self.vocab, self.vocab - 1, (0, 1, 2, 3, self.vocab - 1))
+        masking = MaskingConfig(rate=self.rate)
+        return pack(rows, every, np.zeros_like(every), masking, vocabulary, 0, encoder_sees_mask=False).to(self.device)
+
+    def activation(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
+
+    def parameter(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device) * 0.02
+
+    def norm(self) -> Inputs:
+        return {"weight": 1 + self.parameter(self.width), "bias": self.parameter(self.width)}
+
+    def bytes(self, rows: int, width: int | None = None) -> int:
+        """Of one pass over an activation."""
+        return rows * (self.width if width is None else width) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One op. moved: least bytes of (forward, forward and backward), None where arithmetic is the limit, not memory.
+    peers: other libraries' functions of the same inputs, by name; ImportError where they are not installed."""
+
+    name: str
+    inputs: Callable[[Setting], Inputs]
+    call: Callable[[Inputs, str | None], Any]
+    gradients: tuple[str, ...]
+    moved: Callable[[Setting], tuple[int, int]] | None = None
+    peers: Mapping[str, Callable[[Inputs], Any]] = field(default_factory=dict)
+
+
+def _embed_inputs(s: Setting) -> Inputs:
+    batch = s.batch()
+    return {
+        "ids": batch.visible_ids, "positions": batch.visible_positions, "token_table": s.parameter(s.vocab, s.width),
+        "position_table": s.parameter(s.length, s.width), **s.norm(),
+        "seed": torch.tensor(7, device=s.device), "dtype": s.dtype,
+    }  # fmt: skip
+
+
+def _embed(i: Inputs, backend: str | None) -> Tensor:
+    return ops.embed_packed(
+        i["ids"], i["positions"], i["token_table"], i["position_table"], i["weight"], i["bias"], eps=EPS,
+        dropout_p=DROPOUT, seed=i["seed"], place=1, dtype=i["dtype"], backend=backend,
+    )  # fmt: skip
+
+
+def _embed_moved(s: Setting) -> tuple[int, int]:
+    row = 4 * s.width
+    tables = (min(s.vocab, s.visible) + s.length) * row
+    forward = tables + s.bytes(s.visible)
+    return forward, forward + tables + s.bytes(s.visible) + (s.vocab + s.length) * row
+
+
+def _add_norm_inputs(s: Setting) -> Inputs:
+    rows = (s.visible, s.width)
+    return {"x": s.activation(*rows), "residual": s.activation(*rows), **s.norm(),
+            "seed": torch.tensor(7, device=s.device)}  # fmt: skip
+
+
+def _add_norm(i: Inputs, backend: str | None) -> Tensor:
+    return ops.add_norm(
+        i["x"], i["residual"], i["weight"], i["bias"], eps=EPS, dropout_p=DROPOUT, seed=i["seed"], place=1,
+        backend=backend,
+    )  # fmt: skip
+
+
+def _feed_forward_inputs(s: Setting) -> Inputs:
+    return {"x": s.activation(s.visible, s.width), "weight_in": s.parameter(s.ffn, s.width).to(s.dtype),
+            "bias_in": s.parameter(s.ffn).to(s.dtype), "weight_out": s.parameter(s.width, s.ffn).to(s.dtype),
+            "bias_out": s.parameter(s.width).to(s.dtype)}  # fmt: skip
+
+
+def _feed_forward(i: Inputs, backend: str | None) -> Tensor:
+    return ops.feed_forward(
+        i["x"], i["weight_in"], i["bias_in"], i["weight_out"], i["bias_out"], backend=backend
+    )  # fmt: skip
+
+
+def _scatter_inputs(s: Setting) -> Inputs:
+    batch = s.batch()
+    return {"encoder_out": s.activation(s.visible, s.width), "source": batch.source,
+            "mask_embedding": s.parameter(s.width), "positions": batch.decoder_positions,
+            "position_table": s.parameter(s.length, s.width), **s.norm()}  # fmt: skip
+
+
+def _scatter(i: Inputs, backend: str | None) -> Tensor:
+    return ops.scatter_to_decoder(
+        i["encoder_out"], i["source"], i["mask_embedding"], i["positions"], i["position_table"], i["weight"],
+        i["bias"], eps=EPS, backend=backend,
+    )  # fmt: skip
+
+
+def _loss_inputs(s: Setting) -> Inputs:
+    return {"hidden": s.activation(s.masked, s.width), "table": s.parameter(s.vocab, s.width).to(s.dtype),
+            "bias": s.parameter(s.vocab), "labels": s.batch().labels, "vocab": s.vocab}  # fmt: skip
+
+
+def _loss(i: Inputs, backend: str | None) -> Tensor:
+    return ops.masked_cross_entropy(
+        i["hidden"], i["table"], i["bias"], i["labels"], vocab_size=i["vocab"], backend=backend
+    )[0]
+
+
+def _liger_loss(i: Inputs) -> Tensor:
+    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+
+    module = LigerFusedLinearCrossEntropyLoss(reduction="sum")
+    loss: Tensor = module(i["table"], i["hidden"], i["labels"].long(), i["bias"].to(i["table"].dtype))
+    return loss
+
+
+def _pack_inputs(s: Setting) -> Inputs:
+    draw = np.random.default_rng(0)
+    rows = draw.integers(5, s.vocab - 1, (s.sequences, s.length))
+    return {"ids": torch.from_numpy(rows.reshape(-1)).int().to(s.device), "lengths": (s.length,) * s.sequences,
+            "samples": np.arange(s.sequences), "masking": MaskingConfig(rate=s.rate), "rows": list(rows),
+            "vocabulary": Vocabulary(s.vocab, s.vocab - 1, (0, 1, 2, 3, s.vocab - 1)), "device": s.device}  # fmt: skip
+
+
+def _pack(i: Inputs, backend: str | None) -> Tensor:
+    zeros = np.zeros_like(i["samples"])
+    return ops.mask_and_pack(
+        i["ids"], i["lengths"], i["samples"], zeros, i["masking"], i["vocabulary"], 0, False, backend=backend
+    ).source
+
+
+def _pack_on_host(i: Inputs) -> Tensor:
+    zeros = np.zeros_like(i["samples"])
+    packed = pack(i["rows"], i["samples"], zeros, i["masking"], i["vocabulary"], 0, encoder_sees_mask=False)
+    return packed.to(i["device"]).source
+
+
+def _attention_inputs(s: Setting) -> Inputs:
+    q, k, v = (s.activation(s.visible, s.heads, s.width // s.heads) for _ in range(3))
+    return {"q": q, "k": k, "v": v, "line": s.parameter(s.heads, 2 * s.length - 1),
+            "layout": AttentionLayout(s.batch().visible), "seed": torch.tensor(7, device=s.device)}  # fmt: skip
+
+
+def _attention(i: Inputs, backend: str | None) -> Tensor:
+    return ops.attention(
+        i["q"], i["k"], i["v"], i["layout"], PositionBias(i["line"]), dropout_p=DROPOUT, seed=i["seed"], place=1,
+        backend=backend,
+    )  # fmt: skip
+
+
+ENTRIES = {
+    entry.name: entry
+    for entry in (
+        Entry(
+            "mask_and_pack", _pack_inputs, _pack, (),
+            lambda s: (4 * (s.slots + 2 * s.slots + 2 * s.visible + 2 * s.masked),) * 2,
+            peers={"host, then copy": _pack_on_host},
+        ),
+        Entry("embed_packed", _embed_inputs, _embed, ("token_table", "position_table", "weight", "bias"), _embed_moved),
+        Entry(
+            "add_norm", _add_norm_inputs, _add_norm, ("x", "residual", "weight", "bias"),
+            lambda s: (s.bytes(3 * s.visible), s.bytes(8 * s.visible)),  # forward x, r, y; backward dy, x, r, dx, dr
+        ),
+        Entry(
+            "scatter_to_decoder", _scatter_inputs, _scatter,
+            ("encoder_out", "mask_embedding", "position_table", "weight", "bias"),
+            lambda s: (s.bytes(s.visible + s.slots), s.bytes(3 * s.visible + 2 * s.slots)),
+        ),
+        Entry("feed_forward", _feed_forward_inputs, _feed_forward,
+              ("x", "weight_in", "bias_in", "weight_out", "bias_out")),
+        Entry("masked_cross_entropy", _loss_inputs, _loss, ("hidden", "table", "bias"), peers={"liger": _liger_loss}),
+        Entry("attention", _attention_inputs, _attention, ("q", "k", "v", "line")),
+    )
+}  # fmt: skip

@@ -1,0 +1,125 @@
+// Philox in AVX2 lanes (a lane is a block), and keep_mask, which writes masks out for callers that cannot fuse them.
+
+#include "dropout.h"
+
+#include "vec.h"
+
+namespace maelm {
+namespace {
+
+#ifdef __AVX2__
+struct Words {
+  __m256i low, high;
+};
+
+// The two 32-bit halves of eight 64-bit products.
+MAELM_INLINE Words multiply(__m256i a, uint32_t multiplier) {
+  const __m256i m = _mm256_set1_epi32(static_cast<int>(multiplier));
+  const __m256i even = _mm256_mul_epu32(a, m), odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), m);
+  return {_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA),
+          _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA)};
+}
+
+// 255 in the bytes of 64 columns that are kept; `threshold` is below 2**16.
+MAELM_INLINE void draw_64(uint8_t* bytes, uint32_t group, uint32_t row, uint32_t place, uint32_t part, uint64_t seed,
+                          uint32_t threshold) {
+  __m256i c0 = _mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(group)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  __m256i c1 = _mm256_set1_epi32(static_cast<int>(row)), c2 = _mm256_set1_epi32(static_cast<int>(place));
+  __m256i c3 = _mm256_set1_epi32(static_cast<int>(part));
+  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < kDropoutRounds; ++round) {
+    const Words first = multiply(c0, kPhiloxMultiplier0), second = multiply(c2, kPhiloxMultiplier1);
+    c0 = _mm256_xor_si256(_mm256_xor_si256(second.high, c1), _mm256_set1_epi32(static_cast<int>(k0)));
+    c1 = second.low;
+    c2 = _mm256_xor_si256(_mm256_xor_si256(first.high, c3), _mm256_set1_epi32(static_cast<int>(k1)));
+    c3 = first.low;
+    k0 += kPhiloxWeyl0;
+    k1 += kPhiloxWeyl1;
+  }
+  const __m256i limit = _mm256_set1_epi16(static_cast<int16_t>(threshold));
+  const auto at_least = [&](__m256i halves) { return _mm256_cmpeq_epi16(_mm256_max_epu16(halves, limit), halves); };
+  // A 128-bit lane holds four blocks, two halves each, word by word; blocks have to follow one another instead.
+  const __m256i words02 = _mm256_packs_epi16(at_least(c0), at_least(c2));
+  const __m256i words13 = _mm256_packs_epi16(at_least(c1), at_least(c3));
+  const __m256i words01 = _mm256_unpacklo_epi16(words02, words13), words23 = _mm256_unpackhi_epi16(words02, words13);
+  const __m256i front = _mm256_unpacklo_epi32(words01, words23);  // blocks 0, 1 | 4, 5
+  const __m256i back = _mm256_unpackhi_epi32(words01, words23);   // blocks 2, 3 | 6, 7
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(bytes), _mm256_permute2x128_si256(front, back, 0x20));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(bytes + 32), _mm256_permute2x128_si256(front, back, 0x31));
+}
+#else
+inline void draw_64(uint8_t* bytes, uint32_t group, uint32_t row, uint32_t place, uint32_t part, uint64_t seed,
+                    uint32_t threshold) {
+  for (uint32_t block = 0; block < 8; ++block) {
+    const PhiloxBlock words = dropout_block(group + block, row, place, part, seed);
+    for (int lane = 0; lane < 8; ++lane) bytes[8 * block + lane] = dropout_half(words, lane) >= threshold ? 255 : 0;
+  }
+}
+#endif
+
+template <class To>
+void write_mask(To* out, const uint8_t* bytes, int64_t width) {
+  for (int64_t i = 0; i < width; ++i) out[i] = To(bytes[i] ? 1 : 0);
+}
+
+Tensor keep_mask_native_fwd(int64_t rows, int64_t columns, double p, Tensor seed, int64_t place, int64_t part,
+                            ScalarType type) {
+  const char* op = "keep_mask";
+  require(rows >= 0 && columns > 0, op, ": rows must not be negative and columns must be positive");
+  require(type == ScalarType::Bool || type == ScalarType::Float || type == ScalarType::BFloat16 ||
+              type == ScalarType::Half,
+          op, ": dtype must be bool, fp32, bf16 or fp16");
+  const Dropout dropout(p, seed, place, part, op);
+  Tensor out = empty(seed, {rows, columns}, type);
+  char* data = static_cast<char*>(out.data_ptr());
+  const int64_t stride = columns * static_cast<int64_t>(out.element_size());
+  torch::stable::parallel_for(0, rows, kGrain, [&](int64_t begin, int64_t end) {
+    std::vector<uint8_t> bytes(Dropout::buffer_size(columns), 255);
+    for (int64_t row = begin; row < end; ++row) {
+      if (dropout.on()) dropout.draw(bytes.data(), row, columns);
+      char* to = data + row_offset(row, stride);
+      if (type == ScalarType::Bool) {
+        write_mask(reinterpret_cast<bool*>(to), bytes.data(), columns);
+      } else if (type == ScalarType::Float) {
+        write_mask(reinterpret_cast<float*>(to), bytes.data(), columns);
+      } else {  // 1.0 in bf16 or in fp16
+        const uint16_t one = type == ScalarType::BFloat16 ? 0x3F80 : 0x3C00;
+        auto* halves = reinterpret_cast<uint16_t*>(to);
+        for (int64_t i = 0; i < columns; ++i) halves[i] = bytes[i] ? one : 0;
+      }
+    }
+  });
+  return out;
+}
+
+}  // namespace
+
+Dropout::Dropout(double p, const std::optional<Tensor>& seed, int64_t place, int64_t part, const char* op)
+    : on_(p != 0.0) {
+  if (!on_) return;
+  require(p > 0.0 && p < 1.0, op, ": dropout_p must lie in [0, 1), not ", p);
+  require(seed.has_value(), op, ": dropout needs a seed");
+  require(seed->numel() == 1 && seed->scalar_type() == ScalarType::Long, op, ": seed must be one int64");
+  scale_ = static_cast<float>(1.0 / (1.0 - p));
+  threshold_ = dropout_threshold(p);
+  place_ = static_cast<uint32_t>(place);
+  part_ = static_cast<uint32_t>(part);
+  seed_ = static_cast<uint64_t>(*static_cast<const int64_t*>(seed->data_ptr()));
+}
+
+void Dropout::draw(uint8_t* bytes, int64_t row, int64_t width) const {
+  if (threshold_ > 0xFFFF) {  // no half is that large
+    std::memset(bytes, 0, buffer_size(width));
+    return;
+  }
+  for (int64_t column = 0; column < width; column += 64) {
+    draw_64(bytes + column, static_cast<uint32_t>(column / kDropoutLanes), static_cast<uint32_t>(row), place_, part_,
+            seed_, threshold_);
+  }
+}
+
+}  // namespace maelm
+
+STABLE_TORCH_LIBRARY_IMPL(maelm_fast, CPU, library) {
+  library.impl("keep_mask_native_fwd", TORCH_BOX(&maelm::keep_mask_native_fwd));
+}

@@ -1,0 +1,48 @@
+// Dropout's mask of a row, eight Philox blocks (64 columns) at a time. The bits are ops/reference/dropout.py's.
+
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "rows.h"
+
+namespace maelm {
+
+// What draws the masks of one call: rate, seed and site. Off at a rate of 0.
+class Dropout {
+ public:
+  Dropout(double p, const std::optional<Tensor>& seed, int64_t place, int64_t part, const char* op);
+
+  bool on() const { return on_; }
+  float scale() const { return scale_; }
+  // Bytes of 0 or 255 for `width` columns of `row`; the buffer has buffer_size(width) of them.
+  void draw(uint8_t* bytes, int64_t row, int64_t width) const;
+  static size_t buffer_size(int64_t width) { return static_cast<size_t>(ceil_div(width, 64) * 64); }
+
+ private:
+  bool on_ = false;
+  float scale_ = 1.0f;
+  uint32_t threshold_ = 0, place_ = 0, part_ = 0;
+  uint64_t seed_ = 0;
+};
+
+// A thread's mask buffer.
+class Mask {
+ public:
+  Mask(const Dropout& dropout, int64_t width)
+      : dropout_(dropout), width_(width), bytes_(dropout.on() ? Dropout::buffer_size(width) : 0) {}
+  Dropped of(int64_t row) {
+    if (!dropout_.on()) return {};
+    dropout_.draw(bytes_.data(), row, width_);
+    return {bytes_.data(), dropout_.scale()};
+  }
+
+ private:
+  const Dropout& dropout_;
+  int64_t width_;
+  std::vector<uint8_t> bytes_;
+};
+
+}  // namespace maelm

@@ -1,0 +1,41 @@
+// The schemas of the compiled ops, and an empty Python module to carry them. Their fake and autograd functions are
+// registered in maelm_fast/ops; each kernel is registered beside its code.
+
+#include <Python.h>
+
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY_FRAGMENT(maelm_fast, library) {
+  library.def(
+      "scatter_to_decoder_native_fwd(Tensor encoder_out, Tensor source, Tensor mask_embedding, Tensor positions, "
+      "Tensor position_table, Tensor weight, Tensor bias, float eps) -> (Tensor out, Tensor mean, Tensor rstd)");
+  library.def(
+      "scatter_to_decoder_native_bwd(Tensor grad_out, Tensor encoder_out, Tensor source, Tensor mask_embedding, "
+      "Tensor positions, Tensor position_table, Tensor weight, Tensor bias, Tensor mean, Tensor rstd, "
+      "bool deterministic) -> (Tensor grad_encoder, Tensor grad_mask, Tensor grad_position_table, "
+      "Tensor grad_weight, Tensor grad_bias)");
+  library.def(
+      "add_norm_native_fwd(Tensor x, Tensor residual, Tensor weight, Tensor bias, float eps, float dropout_p, "
+      "Tensor? seed, int place) -> (Tensor out, Tensor mean, Tensor rstd)");
+  library.def(
+      "add_norm_native_bwd(Tensor grad_out, Tensor x, Tensor residual, Tensor weight, Tensor mean, Tensor rstd, "
+      "float dropout_p, Tensor? seed, int place, bool deterministic) -> (Tensor grad_x, Tensor grad_residual, "
+      "Tensor grad_weight, Tensor grad_bias)");
+  library.def(
+      "embed_packed_native_fwd(Tensor ids, Tensor positions, Tensor token_table, Tensor position_table, "
+      "Tensor weight, Tensor bias, float eps, float dropout_p, Tensor? seed, int place, ScalarType dtype) -> "
+      "(Tensor out, Tensor mean, Tensor rstd)");
+  library.def(
+      "embed_packed_native_bwd(Tensor grad_out, Tensor ids, Tensor positions, Tensor token_table, "
+      "Tensor position_table, Tensor weight, Tensor mean, Tensor rstd, float dropout_p, Tensor? seed, int place, "
+      "bool deterministic) -> (Tensor grad_token_table, Tensor grad_position_table, Tensor grad_weight, "
+      "Tensor grad_bias)");
+  library.def(
+      "keep_mask_native_fwd(int rows, int columns, float p, Tensor seed, int place, int part, ScalarType dtype) -> "
+      "Tensor");
+}
+
+PyMODINIT_FUNC PyInit__C(void) {
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&module);
+}

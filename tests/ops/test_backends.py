@@ -1,0 +1,98 @@
+"""Every op, swapped for its plain reference by config, gives the same loss and gradients; named backends run or say why
+they cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from maelm_fast import native, ops, presets
+from maelm_fast.batch import PackedBatch
+from maelm_fast.config import BackendConfig
+from maelm_fast.data.masking import Vocabulary, pack
+from maelm_fast.errors import UserError
+from maelm_fast.model.maelm import MaeLm
+from maelm_fast.ops import dispatch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ALTERNATIVES = {
+    "embed_packed": ("triton", "native"),
+    "attention": ("grouped",),
+    "add_norm": ("triton", "native"),
+    "feed_forward": ("triton",),
+    "scatter_to_decoder": ("native",),
+    "masked_cross_entropy": ("triton", "chunked"),
+}
+SWAPS = [(op, name) for op, names in ALTERNATIVES.items() for name in names]
+REFERENCE = BackendConfig(**dict.fromkeys(ALTERNATIVES, "reference"))
+
+
+def model_and_batch() -> tuple[MaeLm, PackedBatch]:
+    run = presets.change(presets.get("tiny"), model={"dropout": 0.1, "num_layers": 2, "vocab_size": 300})
+    torch.manual_seed(0)
+    model = MaeLm(run.model).to(DEVICE).train()
+    rows = [np.random.default_rng(i).integers(4, 299, n) for i, n in enumerate([33, 1, 20])]
+    vocabulary = Vocabulary(300, 299, (0, 1, 2, 3, 299))
+    batch = pack(rows, np.arange(3), np.zeros(3, int), run.masking, vocabulary, 0, model.encoder_sees_mask)
+    return model, batch.to(DEVICE)
+
+
+def loss_and_gradients(backends: BackendConfig) -> list[Tensor]:
+    model, batch = model_and_batch()
+    with ops.backends(backends):
+        loss, correct = model(batch, dropout_seed=3)
+        return [loss.detach(), correct, *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+@pytest.mark.parametrize(("op", "name"), SWAPS, ids=[f"{op}-{name}" for op, name in SWAPS])
+def test_an_op_and_its_reference_give_the_same_loss_and_gradients(op: str, name: str) -> None:
+    """With dropout: all backends draw the same bits (attention's grouped backend draws in groups, so without)."""
+    if name == "native" and not native.has(op, DEVICE):
+        pytest.skip(native.why_not(DEVICE))
+    if op == "attention":
+        pytest.skip("tests/ops/test_attention.py compares its backends without dropout")
+    expected = loss_and_gradients(REFERENCE)
+    actual = loss_and_gradients(dataclasses.replace(REFERENCE, **{op: name}))  # type: ignore[arg-type]
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-4, atol=2e-4 * float(theirs.abs().max().clamp(max=1.0)))
+
+
+def test_every_op_has_a_backend_setting_and_every_backend_is_tested() -> None:
+    settings = {field.name: field.type for field in dataclasses.fields(BackendConfig)}
+    assert set(settings) == {*ALTERNATIVES, "mask_and_pack"}
+    for op, names in ALTERNATIVES.items():
+        assert all(f'"{name}"' in str(settings[op]) for name in (*names, "auto", "reference"))
+
+
+def test_an_unknown_backend_names_the_known_ones() -> None:
+    x, w = torch.randn(2, 8, device=DEVICE), torch.ones(8, device=DEVICE)
+    with pytest.raises(UserError, match=r"add_norm: no backend 'cuda'; there are: auto, triton, native, reference"):
+        ops.add_norm(x, x, w, w, eps=1e-5, backend="cuda")
+
+
+def test_a_backend_that_cannot_run_gives_its_reasons() -> None:
+    x, w = torch.randn(2, 8, dtype=torch.float64, device=DEVICE), torch.ones(8, device=DEVICE)
+    with pytest.raises(UserError, match=r"add_norm: backend 'triton' cannot run: dtype float64"):
+        ops.add_norm(x, x, w, w, eps=1e-5, backend="triton")
+
+
+def test_auto_is_logged_once_per_op(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_logged", set())
+    x, w = torch.randn(2, 8, device=DEVICE), torch.ones(8, device=DEVICE)
+    with caplog.at_level(logging.INFO, logger=dispatch.__name__):
+        for _ in range(2):
+            ops.add_norm(x, x, w, w, eps=1e-5)
+    assert len(caplog.records) == 1
+    assert caplog.messages[0].startswith("add_norm on ")
+
+
+def test_backends_are_restored_after_the_block() -> None:
+    x, w = torch.randn(2, 8, device=DEVICE), torch.ones(8, device=DEVICE)
+    with pytest.raises(UserError), ops.backends(add_norm="nonsense"):
+        ops.add_norm(x, x, w, w, eps=1e-5)
+    ops.add_norm(x, x, w, w, eps=1e-5)

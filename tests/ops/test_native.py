@@ -1,0 +1,203 @@
+"""The compiled CPU ops that stand beside Triton kernels (add_norm, embed_packed) and the dropout mask, called through
+torch.ops: what a backward pass of Python would do with them is spelled out here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from maelm_fast import native
+from maelm_fast.ops.reference.add_norm import add_norm as add_norm_reference
+from maelm_fast.ops.reference.dropout import keep_mask
+from maelm_fast.ops.reference.embed_packed import embed_packed as embed_packed_reference
+from tests.ops import checks
+
+EPS, SEED, PLACE = 1e-5, -6872316421537386961, 11
+OPS = torch.ops.maelm_fast
+pytestmark = pytest.mark.skipif(not native.has("add_norm", "cpu"), reason=native.why_not("cpu"))
+DROPOUT = pytest.mark.parametrize("p", [0.0, 0.1, 0.9], ids=lambda p: f"p{p}")
+
+
+class AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, p: float) -> Tensor:
+        seed = torch.tensor(SEED) if p else None
+        out, mean, rstd = OPS.add_norm_native_fwd(x, residual, weight, bias, EPS, p, seed, PLACE)
+        ctx.save_for_backward(x, residual, weight, mean, rstd)
+        ctx.p, ctx.seed = p, seed
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        results = OPS.add_norm_native_bwd(grad_out, *ctx.saved_tensors, ctx.p, ctx.seed, PLACE, False)
+        grad_x, grad_residual, grad_weight, grad_bias = results
+        if ctx.p == 0:
+            assert grad_residual.numel() == 0
+            grad_residual = grad_x
+        return grad_x, grad_residual, grad_weight, grad_bias, None
+
+
+class EmbedPacked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ids: Tensor,
+        positions: Tensor,
+        tokens: Tensor,
+        table: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        p: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        seed = torch.tensor(SEED) if p else None
+        out, mean, rstd = OPS.embed_packed_native_fwd(
+            ids, positions, tokens, table, weight, bias, EPS, p, seed, PLACE, dtype
+        )
+        ctx.save_for_backward(ids, positions, tokens, table, weight, mean, rstd)
+        ctx.p, ctx.seed = p, seed
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = OPS.embed_packed_native_bwd(grad_out, *ctx.saved_tensors, ctx.p, ctx.seed, PLACE, False)
+        return None, None, *gradients, None, None
+
+
+def add_norm_inputs(
+    rows: int, width: int, dtype: torch.dtype, parameters: torch.dtype, residual: torch.dtype
+) -> list[Tensor]:
+    x, r, w, b = torch.randn(rows, width), torch.randn(rows, width), 1 + 0.2 * torch.randn(width), torch.randn(width)
+    exact = [t.bfloat16() for t in (x, r, w, b)]
+    return [t.to(kind) for t, kind in zip(exact, (dtype, residual, parameters, parameters), strict=True)]
+
+
+def check_add_norm(tensors: list[Tensor], p: float) -> None:
+    def reference(*inputs: Tensor) -> Tensor:
+        return add_norm_reference(*inputs, eps=EPS, dropout_p=p, seed=torch.tensor(SEED), place=PLACE)
+
+    names = ("out", "x", "residual", "weight", "bias")
+    checks.check_against_reference(lambda *inputs: AddNorm.apply(*inputs, p), reference, tensors, names=names)
+
+
+def embed_inputs(rows: int, width: int, tables: torch.dtype, index: torch.dtype = torch.int32) -> list[Tensor]:
+    ids, positions = torch.randint(0, 40, (rows,)), torch.randint(0, 13, (rows,))
+    ids[: rows // 3] = 7  # a frequent token
+    floats = [torch.randn(41, width), torch.randn(15, width), 1 + 0.2 * torch.randn(width), torch.randn(width)]
+    return [ids.to(index), positions.to(index), *(t.bfloat16().to(tables) for t in floats)]
+
+
+def check_embed_packed(tensors: list[Tensor], p: float, dtype: torch.dtype) -> None:
+    def reference(*inputs: Tensor) -> Tensor:
+        kind = torch.float64 if inputs[2].dtype == torch.float64 else dtype
+        return embed_packed_reference(*inputs, eps=EPS, dropout_p=p, seed=torch.tensor(SEED), place=PLACE, dtype=kind)
+
+    names = ("out", "tokens", "table", "weight", "bias")
+    checks.check_against_reference(
+        lambda *inputs: EmbedPacked.apply(*inputs, p, dtype), reference, tensors, names=names
+    )
+
+
+@DROPOUT
+@pytest.mark.parametrize("dtype", checks.DTYPES)
+@pytest.mark.parametrize("width", [1, 13, 128, 200])
+def test_add_norm(width: int, dtype: torch.dtype, p: float) -> None:
+    for parameters in {dtype, torch.float32}:
+        check_add_norm(add_norm_inputs(37, width, dtype, parameters, dtype), p)
+
+
+@DROPOUT
+@pytest.mark.parametrize("rows", [0, 1, 300])
+def test_add_norm_rows(rows: int, p: float) -> None:
+    check_add_norm(add_norm_inputs(rows, 24, torch.float32, torch.float32, torch.float32), p)
+
+
+@DROPOUT
+@pytest.mark.parametrize("step", [1, 2])
+def test_add_norm_strided(step: int, p: float) -> None:
+    tensors = add_norm_inputs(9, 40, torch.bfloat16, torch.float32, torch.bfloat16)
+    check_add_norm([checks.strided(t, step) for t in tensors], p)
+
+
+def test_add_norm_residual_of_another_dtype() -> None:
+    check_add_norm(add_norm_inputs(9, 40, torch.bfloat16, torch.float32, torch.float32), 0.2)
+
+
+@DROPOUT
+@pytest.mark.parametrize("dtype", checks.DTYPES)
+@pytest.mark.parametrize("width", [1, 13, 128, 200])
+def test_embed_packed(width: int, dtype: torch.dtype, p: float) -> None:
+    for tables in {dtype, torch.float32}:
+        check_embed_packed(embed_inputs(37, width, tables), p, dtype)
+
+
+@DROPOUT
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("rows", [0, 1, 300])
+def test_embed_packed_rows(rows: int, index: torch.dtype, p: float) -> None:
+    check_embed_packed(embed_inputs(rows, 24, torch.float32, index), p, torch.float32)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_embed_packed_strided(step: int) -> None:
+    check_embed_packed([checks.strided(t, step) for t in embed_inputs(19, 40, torch.float32)], 0.3, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("argument", "name"), [(0, "ids"), (1, "positions")])
+def test_embed_packed_indices_out_of_range(argument: int, name: str) -> None:
+    tensors = embed_inputs(5, 8, torch.float32)
+    tensors[argument][2] = 99
+    with pytest.raises(RuntimeError, match=rf"embed_packed: {name}\[2\] is 99, outside \[0, "):
+        EmbedPacked.apply(*tensors, 0.0, torch.float32)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.999999])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(5, 512), (3, 1), (4, 63), (2, 71), (0, 8)])
+def test_keep_mask_has_the_references_bits(rows: int, columns: int, dtype: torch.dtype, p: float) -> None:
+    seed, place, part = torch.tensor(SEED), 4_000_000_000, 3_000_000_000
+    actual = OPS.keep_mask_native_fwd(rows, columns, p, seed, place, part, dtype)
+    assert torch.equal(actual, keep_mask((rows, columns), p, seed, place, part, dtype))
+
+
+@pytest.mark.parametrize(("p", "seed"), [(1.0, 3), (-0.1, 3), (float("nan"), 3)])
+def test_a_rate_that_is_none_is_an_error(p: float, seed: int) -> None:
+    with pytest.raises(RuntimeError, match="dropout_p must lie in"):
+        OPS.keep_mask_native_fwd(2, 8, p, torch.tensor(seed), 0, 0, torch.bool)
+
+
+def test_dropout_without_a_seed_is_an_error() -> None:
+    x, residual, weight, bias = add_norm_inputs(2, 8, torch.float32, torch.float32, torch.float32)
+    with pytest.raises(RuntimeError, match="add_norm: dropout needs a seed"):
+        OPS.add_norm_native_fwd(x, residual, weight, bias, EPS, 0.1, None, 0)
+
+
+def test_the_number_of_threads_does_not_change_a_bit() -> None:
+    add = add_norm_inputs(700, 72, torch.float32, torch.float32, torch.float32)
+    embed = embed_inputs(700, 72, torch.float32)
+    runs: list[Callable[[], list[Tensor]]] = [
+        functools.partial(checks.outputs_and_gradients, lambda *t: AddNorm.apply(*t, 0.1), add),
+        functools.partial(checks.outputs_and_gradients, lambda *t: EmbedPacked.apply(*t, 0.1, torch.float32), embed),
+    ]
+    before = torch.get_num_threads()
+    try:
+        for run in runs:
+            torch.set_num_threads(1)
+            expected = run()
+            for threads in (2, 3):
+                torch.set_num_threads(threads)
+                assert all(torch.equal(a, b) for a, b in zip(expected, run(), strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_is_not_written_shows() -> None:
+    """Deterministic mode fills new memory with NaN inside the compiled code too."""
+    with checks.deterministic():
+        check_add_norm(add_norm_inputs(37, 40, torch.float32, torch.float32, torch.float32), 0.1)
+        check_embed_packed(embed_inputs(37, 40, torch.float32), 0.1, torch.float32)
