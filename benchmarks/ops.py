@@ -62,10 +62,14 @@ def contestants(entry: Entry, setting: Setting) -> list[Contestant]:
         made.append(_contestant(replace(entry, call=lambda i, _: compiled(i)), inputs, "compiled", "inductor"))
     for name, peer in entry.peers.items() if setting.device == "cuda" else ():
         try:
-            made.append(_contestant(replace(entry, call=lambda i, _, peer=peer: peer(i)), inputs, name, name))
+            made.append(_contestant(replace(entry, call=_ignoring_backend(peer)), inputs, name, name))
         except ImportError:
             print(f"{entry.name}: {name} is not installed, skipped")
     return made
+
+
+def _ignoring_backend(peer: Callable[[Inputs], Any]) -> Callable[[Inputs, str | None], Any]:
+    return lambda inputs, _: peer(inputs)
 
 
 def _contestant(entry: Entry, inputs: Inputs, name: str, backend: str) -> Contestant:
@@ -123,7 +127,7 @@ def gate(entry: Entry, setting: Setting) -> float:
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
+    return float((a.double() - b.double()).norm().div(b.double().norm().clamp(min=1e-30)).item())
 
 
 def timed(call: Call, device: str) -> float:
@@ -148,7 +152,7 @@ def _timed_cuda(call: Call, count: int = 5) -> float:
         call()
         end.record()
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events) / 1000
+    return float(statistics.median(start.elapsed_time(end) for start, end in events)) / 1000
 
 
 def turns(calls: Sequence[Call], device: str, rounds: int) -> list[list[float]]:

@@ -68,8 +68,8 @@ std::tuple<Tensor, Tensor, Tensor> add_norm_native_fwd(Tensor x, Tensor residual
   return {out, mean, rstd};
 }
 
-// Without dropout the two inputs have one gradient: it is returned as grad_x, and grad_residual is empty. The bias has the
-// weight's dtype.
+// Without dropout the two inputs have one gradient: it is returned as grad_x, and grad_residual is empty. The bias has
+// the weight's dtype.
 std::tuple<Tensor, Tensor, Tensor, Tensor> add_norm_native_bwd(Tensor grad_out, Tensor x, Tensor residual,
                                                                Tensor weight, Tensor mean, Tensor rstd,
                                                                double dropout_p, std::optional<Tensor> seed,

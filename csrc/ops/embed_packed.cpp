@@ -1,6 +1,6 @@
 // The encoder's input on the CPU: two table rows, LayerNorm, dropout. The backward pass goes over the rows twice: by
-// position, computing the gradient of the sum (kept in fp32) and the position table's; then by token. Either way a table
-// row is summed by one thread in one order.
+// position, computing the gradient of the sum (kept in fp32) and the position table's; then by token. Either way a
+// table row is summed by one thread in one order.
 
 #include <tuple>
 

@@ -1,5 +1,5 @@
-// Arithmetic that the C++ and the CUDA code of an op share, compiled by both: where a row starts, how rows are split into
-// pieces whose sums have one order, and dropout's bits (maelm_fast/ops/reference/dropout.py says what they are).
+// Arithmetic that the C++ and the CUDA code of an op share, compiled by both: where a row starts, how rows are split
+// into pieces whose sums have one order, and dropout's bits (maelm_fast/ops/reference/dropout.py says what they are).
 
 #pragma once
 

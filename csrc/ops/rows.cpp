@@ -1,5 +1,5 @@
-// Passes over one row in fp32. Variance is the mean of squared distances from the mean, in a pass of its own: a row is in
-// the L1 cache, and the one-pass formula cancels.
+// Passes over one row in fp32. Variance is the mean of squared distances from the mean, in a pass of its own: a row is
+// in the L1 cache, and the one-pass formula cancels.
 
 #include "rows.h"
 

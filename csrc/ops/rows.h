@@ -80,8 +80,8 @@ class Partials {
 std::vector<int64_t> checked_index(const Tensor& index, int64_t low, int64_t high, const char* op, const char* name,
                                    const char* bound);
 
-// Rows of a batch in the order of the table row they name: the rows that name r are rows[begin[r]] ... rows[begin[r+1]-1],
-// ascending. A piece of work is a range of table rows, so that nobody else adds to them.
+// Rows of a batch in the order of the table row they name: the rows that name r are rows[begin[r]] ...
+// rows[begin[r+1]-1], ascending. A piece of work is a range of table rows, so that nobody else adds to them.
 struct ByTableRow {
   std::vector<int64_t> begin;  // (table_rows + 1,)
   std::vector<int64_t> rows;   // (N,)

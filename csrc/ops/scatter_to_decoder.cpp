@@ -82,8 +82,8 @@ std::tuple<Tensor, Tensor, Tensor> scatter_to_decoder_native_fwd(Tensor encoder_
   return {out, mean, rstd};
 }
 
-// Gradients have the dtype of what they belong to; their sums are taken in fp32. The result does not depend on the number
-// of threads, whatever `deterministic` says.
+// Gradients have the dtype of what they belong to; their sums are taken in fp32. The result does not depend on the
+// number of threads, whatever `deterministic` says.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> scatter_to_decoder_native_bwd(
     Tensor grad_out, Tensor encoder_out, Tensor source, Tensor mask_embedding, Tensor positions, Tensor position_table,
     Tensor weight, Tensor bias, Tensor mean, Tensor rstd, bool) {

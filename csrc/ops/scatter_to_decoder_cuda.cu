@@ -1,8 +1,9 @@
-// The decoder's input on a GPU. A thread owns eight neighbouring columns; threadIdx.x runs along a row, threadIdx.y over
-// rows. The backward pass gives a block all decoder slots of one position at a time, from a list built on the device, so
-// that no floating-point sum needs an atomic: the position table's row is the block's own, and what is summed over all
-// slots is left in one partial sum a block. The list's order inside a position is that of arrival (atomic counters), or,
-// if asked to be deterministic, that of the slots, which costs a scan of the map for each position.
+// The decoder's input on a GPU. A thread owns eight neighbouring columns; threadIdx.x runs along a row, threadIdx.y
+// over rows. The backward pass gives a block all decoder slots of one position at a time, from a list built on the
+// device, so that no floating-point sum needs an atomic: the position table's row is the block's own, and what is
+// summed over all slots is left in one partial sum a block. The list's order inside a position is that of arrival
+// (atomic counters), or, if asked to be deterministic, that of the slots, which costs a scan of the map for each
+// position.
 //
 // Indices are not checked here: out of range, or an encoder row named twice, is the caller's error.
 

@@ -1,5 +1,6 @@
-// Eight floats at a time, written with the compiler's vector extension: AVX2 where the target has it, whatever the target
-// has elsewhere. each() runs one generic lambda over a row in steps of Vec (eight columns) and, at its end, of float.
+// Eight floats at a time, written with the compiler's vector extension: AVX2 where the target has it, whatever the
+// target has elsewhere. each() runs one generic lambda over a row in steps of Vec (eight columns) and, at its end, of
+// float.
 
 #pragma once
 

@@ -245,6 +245,22 @@ def _try_loss(backend: str, device: str) -> None:
     ops.masked_cross_entropy(x, table, bias, labels, vocab_size=99, backend=backend)[0].backward()
 
 
+def _try_mask_and_pack(backend: str, device: str) -> None:
+    import numpy as np
+    import torch
+
+    from maelm_fast import ops
+    from maelm_fast.config import MaskingConfig
+    from maelm_fast.data.masking import Vocabulary, pack
+
+    vocabulary, ids = Vocabulary(20, 19, (0, 19)), np.arange(1, 15)
+    if backend == "host":
+        pack([ids], np.zeros(1, np.int64), np.zeros(1, np.int64), MaskingConfig(), vocabulary, 0, False)
+    else:
+        tokens = torch.from_numpy(ids).int().to(device)
+        ops.mask_and_pack(tokens, [14], [0], [0], MaskingConfig(), vocabulary, 0, False, backend=backend)
+
+
 def _try_attention(backend: str, device: str) -> None:
     import torch
 
@@ -258,6 +274,7 @@ def _try_attention(backend: str, device: str) -> None:
 
 
 _SMALL_CALLS: dict[str, Callable[[str, str], None]] = {
+    "mask_and_pack": _try_mask_and_pack,
     "embed_packed": _try_embed,
     "attention": _try_attention,
     "add_norm": _try_add_norm,

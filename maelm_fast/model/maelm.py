@@ -76,8 +76,8 @@ class MaeLm(nn.Module):
     def forward(self, batch: PackedBatch, dropout_seed: Tensor | int | None = None) -> tuple[Tensor, Tensor]:
         """(loss, correct): sum of the masked tokens' losses in nats, 0-d fp32, and how many were predicted, 0-d int64.
 
-        dropout_seed: one int64, a tensor on the device where a captured graph is to be replayed with others; from PyTorch's
-        default generator if None. Divide the loss by the number of masked tokens of the
+        dropout_seed: one int64, a tensor on the device where a captured graph is to be replayed with others; if None,
+        from PyTorch's default generator. Divide the loss by the number of masked tokens of the
         whole update, over micro-batches and ranks."""
         states = self.masked_states(batch, self._seed(dropout_seed, batch.visible_ids.device))
         return self.head.loss(states, self.encoder.token_table, batch.labels)

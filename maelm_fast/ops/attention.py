@@ -64,9 +64,10 @@ def attention(
     """For every sequence: softmax(q k^T / sqrt(head_dim) + bias[key_position - query_position]) v.
 
     q: (Tq, heads, head_dim). k, v: (Tk, heads, head_dim), the dtype of q. bias.line: (heads, 2P-1), P above the largest
-    position. dropout_p: dropout on the attention weights, its mask a function of seed (one int64) and place. A query without
-    keys gives 0. Returns (Tq, heads, head_dim). Raises UserError when the named backend does not exist."""
-    backend = dispatch.pick("attention", backend, q.device, {"grouped": dispatch.always, "reference": dispatch.always})
+    position. dropout_p: dropout on the attention weights, its mask a function of seed (one int64) and place. A query
+    without keys gives 0. Returns (Tq, heads, head_dim). Raises UserError when the named backend does not exist."""
+    able = {"grouped": dispatch.always, "reference": dispatch.always}
+    backend = dispatch.pick("attention", backend, q.device, able)
     if backend == "grouped":
         biases = bias.spread(layout.grouping) if bias is not None else None
         return grouped_attention(q, k, v, layout.grouping, biases, dropout_p, seed, place)

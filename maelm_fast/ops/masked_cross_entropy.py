@@ -119,7 +119,7 @@ def _chunk_rows(rows: int, row_bytes: int, device: str) -> int:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
-    """total = a @ b if fresh, else total += a @ b. total may be wider than a and b; the product is then never rounded to theirs."""
+    """total = a @ b if fresh, else total += a @ b. A total wider than a and b gets the unrounded product."""
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, beta=0 if fresh else 1, out=total)
     elif total.is_cuda and fresh:

@@ -68,11 +68,11 @@ def both(
 def test_matches_the_reference(backend: str, width: int, dtype: torch.dtype, fixed_order: bool) -> None:
     tokens = 3 if width > 500 else 15
     with deterministic(fixed_order):
-        for dropout_p in (0.0, 0.3):
+        for dropout_p in (0.0, 0.3) if width == 100 else (0.3,):
             check_against_reference(*both(backend, dropout_p, place=3), inputs(tokens, width, dtype), names=NAMES)
 
 
-@pytest.mark.parametrize("tokens", [32, 33, 64, 110])
+@pytest.mark.parametrize("tokens", [33, 64, 100])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_runs_that_cross_chunks(backend: str, tokens: int) -> None:
     """Id 3 fills several chunks of 32 sorted rows; other runs end inside a chunk, at its end, or just after it."""
@@ -154,7 +154,7 @@ def test_constant_rows(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_far_from_zero(backend: str) -> None:
-    ids, positions, tokens, places, weight, bias = inputs(7, 200, torch.float32)
+    ids, positions, tokens, places, weight, bias = inputs(5, 200, torch.float32)
     check_against_reference(
         *both(backend), [ids, positions, tokens + 1000, places, weight, bias], names=NAMES, floor=1e-4
     )
@@ -162,7 +162,7 @@ def test_rows_far_from_zero(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_deterministic_mode_gives_the_same_bits(backend: str) -> None:
-    tensors = inputs(80, 24, torch.float32)
+    tensors = inputs(40, 24, torch.float32)
     run, _ = both(backend, 0.2)
     with deterministic():
         for once, again in zip(outputs_and_gradients(run, tensors), outputs_and_gradients(run, tensors), strict=True):

@@ -232,10 +232,11 @@ def _weights(q: Tensor, k: Tensor, bias: Tensor | None, key_valid: Tensor | None
 def _keep(like: Tensor, p: float, seed: Tensor | None, place: int, part: int) -> Tensor:
     if seed is None:
         raise ValueError("dropout needs a seed")
-    if like.dtype in dispatch.FLOATS and native.has("keep_mask", like.device.type):
+    if native.has("keep_mask", like.device.type):
         rows, columns = math.prod(like.shape[:-1]), like.shape[-1]
-        keep: Tensor = torch.ops.maelm_fast.keep_mask_native_fwd(rows, columns, p, seed, place, part, like.dtype)
-        return keep.view(like.shape)
+        dtype = like.dtype if like.dtype in dispatch.FLOATS else torch.float32
+        keep: Tensor = torch.ops.maelm_fast.keep_mask_native_fwd(rows, columns, p, seed, place, part, dtype)
+        return keep.view(like.shape).to(like.dtype)
     return keep_mask(like.shape, p, seed, place, part, like.dtype)
 
 
