@@ -1,7 +1,7 @@
 """What is benchmarked, one entry an op: its inputs, its call, and the fewest bytes it can move.
 
-Inputs are those of a training step: S sequences of L tokens, `rate` of them masked, encoder dropout 0.1 (not in attention).
-Tables and norm parameters are fp32, activations have the setting's dtype, as under autocast.
+Inputs are those of a training step: S sequences of L tokens, `rate` of them masked, encoder dropout 0.1 (attention
+without). Tables and norm parameters are fp32, activations have the setting's dtype, as under autocast.
 """
 
 from __future__ import annotations
