@@ -9,9 +9,9 @@ SOURCES := $(wildcard csrc/*/*)
 
 help:
 	@echo "make demo       pretrain a small encoder on text found on this machine, and look at it (a few minutes)"
-	@echo "make test       lint, types, the kernels compiled for sm_80 and sm_90, and all tests"
+	@echo "make test       lint, types, the kernels compiled for sm_80 and sm_90, and the tests"
 	@echo "make lint | types | budget | unit | test-slow | bench | clean"
-	@echo "make gpu        GPU tests and benchmarks, with the Python in PYTHON and nothing installed"
+	@echo "make gpu        the extension built in place, GPU tests and benchmarks, with the Python in PYTHON and nothing installed"
 
 setup: $(STAMP)
 

@@ -2,7 +2,7 @@
 torch.compile and the peer library, where it is installed.
 
     python -m benchmarks.ops --device cpu
-    python -m benchmarks.ops --device cuda --dtype bf16 --sequences 256 --out benchmarks/results/ops_gpu.jsonl
+    python -m benchmarks.ops --device cuda --dtype bf16 --sequences 256 --out benchmarks/results/ops_cuda.jsonl
 
 1. Gate: at a small size the op's outputs and gradients must agree with plain PyTorch's, or it is not timed.
 2. Time: A B C A B C ...; a ratio is the median of the rounds' ratios, with quartiles. On a GPU by events, the L2 cache

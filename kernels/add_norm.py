@@ -9,8 +9,6 @@ R rows and BLOCK columns make a program's tile; BLOCK is the next power of two a
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -24,10 +22,10 @@ from maelm_fast.kernels.common import (
     dropout_numbers,
     keep_tile,
     norm_gradient,
-    persistent_options,
     persistent_programs,
+    row_launch,
     row_statistics,
-    row_tile,
+    row_variant,
     sum_partials,
     sum_partials_variants,
 )
@@ -145,7 +143,7 @@ def add_norm_fwd(
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
     if rows == 0:
         return out, mean, rstd
-    constants, options = _launch("fwd", width, dropout_p > 0)
+    constants, options = row_launch("fwd", width, dropout_p > 0)
     threshold, scale = dropout_numbers(dropout_p)
     with torch.cuda.device_of(x):
         _add_norm_fwd_kernel[(triton.cdiv(rows, constants["ROWS"]),)](
@@ -163,7 +161,7 @@ def add_norm_bwd(
     grad_residual has no elements. The parameters' gradients have weight's dtype."""
     grad_out, x, residual, weight = by_rows(grad_out), by_rows(x), by_rows(residual), weight.contiguous()
     rows, width = x.shape
-    constants, options = _launch("bwd", width, dropout_p > 0)
+    constants, options = row_launch("bwd", width, dropout_p > 0)
     programs = persistent_programs(x.device, triton.cdiv(rows, constants["ROWS"]), **options)
     grad_x = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     grad_residual = torch.empty((rows, width) if dropout_p > 0 else 0, dtype=residual.dtype, device=x.device)
@@ -178,13 +176,6 @@ def add_norm_bwd(
         )  # fmt: skip
         grad_weight, grad_bias = sum_partials(partials, weight.dtype)
     return grad_x, grad_residual, grad_weight, grad_bias
-
-
-def _launch(direction: str, width: int, dropout: bool) -> tuple[dict[str, Any], dict[str, int]]:
-    """The constexpr arguments and the launch options."""
-    rows, block, warps = row_tile(width, 2048 if direction == "fwd" else 1024)
-    constants = {"WIDTH": width, "BLOCK": block, "ROWS": rows, "DROPOUT": dropout}
-    return constants, {"num_warps": warps} if direction == "fwd" else persistent_options(width, warps)
 
 
 def variants() -> list[Variant]:
@@ -207,15 +198,12 @@ def _variants_of(width: int, act: str, param: str, dropout: bool) -> list[Varian
         if direction == "bwd":
             pointers["partials"] = "fp32"
             strides.append("grad_stride")
-        constants, options = _launch(direction, width, dropout)
+        constants, options = row_launch(direction, width, dropout)
         if dropout:
             pointers |= {"seed": "i64"} | ({"grad_residual": act} if direction == "bwd" else {})
         else:
             constants |= {"seed": None} | ({"grad_residual": None} if direction == "bwd" else {})
-        signature = {name: f"*{kind}" for name, kind in pointers.items()}
-        signature |= dict.fromkeys([*strides, "rows", "place", "threshold"], "i32") | {"scale": "fp32"}
-        signature |= {"eps": "fp32"} if direction == "fwd" else {}
+        scalars = {"scale": "fp32"} | ({"eps": "fp32"} if direction == "fwd" else {})
         label = f"add_norm_{direction} {width} {act} {param}" + (" dropout" if dropout else "")
-        warps, divisible = options.pop("num_warps"), (*pointers, *strides)
-        made.append(Variant(label, kernel, signature, constants, warps, divisible=divisible, options=options))
+        made.append(row_variant(label, kernel, pointers, strides, scalars, constants, options))
     return made

@@ -6,6 +6,7 @@ no registration. Loads are widened to fp32 at once: what is computed is fp32, wh
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# Multiply and add in one instruction: Triton's default up to 3.9, which warns that 3.10 will not. Read at compilation.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 DROPOUT_ROUNDS = tl.constexpr(7)
 
 
@@ -22,7 +25,8 @@ class Variant:
     """One specialisation of a kernel that is actually launched, for compiling it without a GPU.
 
     signature: pointer and scalar types by argument name, as in {"x": "*bf16", "rows": "i32"}; constants: the constexpr
-    arguments; divisible: names of arguments that are multiples of 16; options: more launch options, {"maxnreg": 80}."""
+    arguments; divisible: names of arguments that are multiples of 16; options: more launch options, {"maxnreg": 80};
+    arch: the one it is launched on, 80 or 90, or None for both."""
 
     label: str
     kernel: Any
@@ -32,6 +36,7 @@ class Variant:
     num_stages: int = 3
     divisible: tuple[str, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
+    arch: int | None = None
 
 
 @triton.jit
@@ -51,9 +56,20 @@ def keep_tile(seed, place, rows, GROUPS: tl.constexpr, threshold):
 
 
 @triton.jit
-def keep_block(seed, place, row, GROUPS: tl.constexpr, threshold):
-    """(GROUPS * 8,) bools: keep_tile of a single row."""
-    return tl.reshape(keep_tile(seed, place, tl.zeros((1,), tl.int32) + row, GROUPS, threshold), (GROUPS * 8,))
+def keep_weights(seed, place, head, rows, start, COLUMNS: tl.constexpr, threshold):
+    """(R, COLUMNS) bools: which weights dropout keeps, of packed query rows `rows` (R,) to the keys from `start` on,
+    a multiple of 32. The bits are those of ops/reference/dropout.py: a block's columns are those that one thread
+    holds of a product's 32, so that no bit has to change threads."""
+    R: tl.constexpr = rows.shape[0]
+    SPANS: tl.constexpr = COLUMNS // 32
+    zero = tl.zeros((R, SPANS * 4), tl.int32)
+    group = zero + (start // 8 + tl.arange(0, SPANS * 4))[None, :]
+    a, b, c, d = tl.philox(
+        seed, group, zero + rows.to(tl.int32)[:, None], (zero + place).to(tl.int32), zero + head, DROPOUT_ROUNDS
+    )
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (R, SPANS, 4, 4))  # a, b, c, d
+    halves = tl.join(words & 0xFFFF, words >> 16)  # (R, SPANS, lane pair, word, half)
+    return tl.reshape(tl.permute(halves, (0, 1, 3, 2, 4)), (R, COLUMNS)).to(tl.int32) >= threshold
 
 
 @triton.jit
@@ -137,6 +153,25 @@ def persistent_options(width: int, warps: int) -> dict[str, int]:
     """Launch options of a kernel whose programs loop over rows. The cap on registers is the least that spills nothing;
     persistent_programs counts on it."""
     return {"num_warps": warps, "maxnreg": 80 if row_block(width) >= 512 else 96}
+
+
+def row_launch(direction: str, width: int, dropout: bool) -> tuple[dict[str, Any], dict[str, int]]:
+    """The constexpr arguments and the launch options of a kernel on whole rows; "bwd" loops over tiles of them."""
+    rows, block, warps = row_tile(width, 2048 if direction == "fwd" else 1024)
+    constants = {"WIDTH": width, "BLOCK": block, "ROWS": rows, "DROPOUT": dropout}
+    return constants, {"num_warps": warps} if direction == "fwd" else persistent_options(width, warps)
+
+
+def row_variant(
+    label: str, kernel: Any, pointers: dict[str, str], strides: list[str], scalars: dict[str, str],
+    constants: dict[str, Any], options: dict[str, int],
+) -> Variant:  # fmt: skip
+    """The variant of a kernel on whole rows, launched with row_launch's constants and options; contiguous rows.
+    Pointers and scalars by name, without the asterisk."""
+    signature = {name: f"*{kind}" for name, kind in pointers.items()} | scalars
+    signature |= dict.fromkeys([*strides, "rows", "place", "threshold"], "i32")
+    warps, divisible = options.pop("num_warps"), (*pointers, *strides)
+    return Variant(label, kernel, signature, constants, warps, divisible=divisible, options=options)
 
 
 def persistent_programs(device: torch.device, tiles: int, num_warps: int, maxnreg: int) -> int:

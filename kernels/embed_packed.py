@@ -26,11 +26,11 @@ from maelm_fast.kernels.common import (
     dropout_numbers,
     keep_tile,
     norm_gradient,
-    persistent_options,
     persistent_programs,
     row_block,
+    row_launch,
     row_statistics,
-    row_tile,
+    row_variant,
     row_warps,
     sum_partials,
     sum_partials_variants,
@@ -222,7 +222,7 @@ def embed_packed_fwd(
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=ids.device) for _ in range(2))
     if rows == 0:
         return out, mean, rstd
-    constants, options = _launch("fwd", width, dropout_p > 0)
+    constants, options = row_launch("fwd", width, dropout_p > 0)
     threshold, scale = dropout_numbers(dropout_p)
     with torch.cuda.device_of(ids):
         _embed_packed_fwd_kernel[(triton.cdiv(rows, constants["ROWS"]),)](
@@ -242,7 +242,7 @@ def embed_packed_bwd(
     grad_out, token_table, position_table = by_rows(grad_out), by_rows(token_table), by_rows(position_table)
     rows, width = grad_out.shape
     tables = (token_table, position_table)
-    constants, options = _launch("bwd", width, dropout_p > 0, deterministic)
+    constants, options = row_launch("bwd", width, dropout_p > 0)
     programs = persistent_programs(ids.device, triton.cdiv(rows, constants["ROWS"]), **options)
     partials = torch.empty((2, programs, width), dtype=torch.float32, device=ids.device)
     grad_rows = torch.empty((rows, width), dtype=torch.float32, device=ids.device) if deterministic else None
@@ -253,7 +253,7 @@ def embed_packed_bwd(
             grad_out, ids, positions, token_table, position_table, weight, mean, rstd, seed if dropout_p > 0 else None,
             *(zeros or (None, None)), grad_rows, partials,
             rows, grad_out.stride(0), token_table.stride(0), position_table.stride(0), place, threshold, scale,
-            **constants, **options,
+            STORE=deterministic, **constants, **options,
         )  # fmt: skip
         grad_weight, grad_bias = sum_partials(partials, weight.dtype)
         if grad_rows is None:
@@ -281,17 +281,6 @@ def _sum_by_id(grad_rows: Tensor, ids: Tensor, table: Tensor) -> Tensor:
     return grad
 
 
-def _launch(
-    direction: str, width: int, dropout: bool, deterministic: bool = False
-) -> tuple[dict[str, Any], dict[str, int]]:
-    """The constexpr arguments and the launch options."""
-    rows, block, warps = row_tile(width, 2048 if direction == "fwd" else 1024)
-    constants = {"WIDTH": width, "BLOCK": block, "ROWS": rows, "DROPOUT": dropout}
-    if direction == "fwd":
-        return constants, {"num_warps": warps}
-    return constants | {"STORE": deterministic}, persistent_options(width, warps)
-
-
 def _sum_launch(width: int) -> tuple[dict[str, Any], int]:
     block = row_block(width)
     return {"WIDTH": width, "BLOCK": block, "CHUNK": CHUNK}, row_warps(block)
@@ -315,14 +304,12 @@ def _fwd_variant(width: int, act: str, param: str, dropout: bool) -> Variant:
     pointers |= {"ids": "i32", "positions": "i32", "mean": "fp32", "rstd": "fp32"} | (
         {"seed": "i64"} if dropout else {}
     )
-    constants, options = _launch("fwd", width, dropout)
+    constants, options = row_launch("fwd", width, dropout)
     constants |= {} if dropout else {"seed": None}
     strides = ["token_stride", "position_stride"]
-    signature = {name: f"*{kind}" for name, kind in pointers.items()} | {"scale": "fp32", "eps": "fp32"}
-    signature |= dict.fromkeys([*strides, "rows", "place", "threshold"], "i32")
+    scalars = {"scale": "fp32", "eps": "fp32"}
     label = f"embed_packed_fwd {width} {act} {param}" + (" dropout" if dropout else "")
-    warps, divisible = options.pop("num_warps"), (*pointers, *strides)
-    return Variant(label, _embed_packed_fwd_kernel, signature, constants, warps, divisible=divisible, options=options)
+    return row_variant(label, _embed_packed_fwd_kernel, pointers, strides, scalars, constants, options)
 
 
 def _bwd_variant(width: int, act: str, param: str, dropout: bool, deterministic: bool) -> Variant:
@@ -330,14 +317,13 @@ def _bwd_variant(width: int, act: str, param: str, dropout: bool, deterministic:
     pointers |= {"ids": "i32", "positions": "i32"} | dict.fromkeys(["mean", "rstd", "partials"], "fp32")
     pointers |= {"seed": "i64"} if dropout else {}
     pointers |= dict.fromkeys(["grad_rows"] if deterministic else ["grad_tokens", "grad_positions"], "fp32")
-    constants, options = _launch("bwd", width, dropout, deterministic)
+    constants, options = row_launch("bwd", width, dropout)
+    constants |= {"STORE": deterministic}
     constants |= dict.fromkeys({"seed", "grad_rows", "grad_tokens", "grad_positions"} - set(pointers))
     strides = ["grad_stride", "token_stride", "position_stride"]
-    signature = {name: f"*{kind}" for name, kind in pointers.items()} | {"scale": "fp32"}
-    signature |= dict.fromkeys([*strides, "rows", "place", "threshold"], "i32")
     label = f"embed_packed_bwd {width} {act} {param}" + " dropout" * dropout + " deterministic" * deterministic
-    warps, divisible = options.pop("num_warps"), (*pointers, *strides)
-    return Variant(label, _embed_packed_bwd_kernel, signature, constants, warps, divisible=divisible, options=options)
+    scalars = {"scale": "fp32"}
+    return row_variant(label, _embed_packed_bwd_kernel, pointers, strides, scalars, constants, options)
 
 
 def _sum_variants(width: int, param: str) -> list[Variant]:

@@ -164,15 +164,22 @@ def test_without_torch_auto_goes_on_and_cpu_stops(tmp_path: Path) -> None:
     assert "warning: the compiled torch ops (maelm_fast._C) are left out: no torch here; install it" in result.stdout
 
 
-@pytest.mark.slow
 def test_cuda_sources_compile(tmp_path: Path) -> None:
-    """For two architectures that users have, without spilling a register."""
+    """For two architectures that users have, without spilling a register. -O0 is for the host code, which is not looked
+    at; what ptxas makes of the kernels is optimised."""
     nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
     if nvcc is None:
         pytest.skip("there is no nvcc")
     includes = Path(torch.__file__).parent / "include"
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in (80, 90)]
-    flags = ["-O3", "-std=c++17", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000", "--threads=2"]
+    flags = [
+        "-O0",
+        "-Xptxas=-O3",
+        "-std=c++17",
+        "-DUSE_CUDA",
+        "-DTORCH_TARGET_VERSION=0x020a000000000000",
+        "--threads=2",
+    ]
     for source in sorted((ROOT / "csrc" / "ops").glob("*.cu")):
         command = [nvcc, *flags, *targets, "-Xptxas=-v", f"-I{includes}", "-c", source, "-o", tmp_path / "object.o"]
         log = run(*command, cwd=tmp_path).stdout

@@ -44,7 +44,7 @@ std::tuple<Tensor, Tensor, Tensor> add_norm_native_fwd(Tensor x, Tensor residual
   const int64_t rows = x.size(0), width = x.size(1);
   weight = parameter(weight, kOp, "weight", width);
   bias = parameter(bias, kOp, "bias", width);
-  const Dropout dropout(dropout_p, seed, place, 0, kOp);
+  const Dropout dropout(dropout_p, seed, place, kOp);
   Tensor out = empty(x, {rows, width}, x.scalar_type());
   Tensor mean = empty(x, {rows}, ScalarType::Float);
   Tensor rstd = empty(x, {rows}, ScalarType::Float);
@@ -79,7 +79,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_norm_native_bwd(Tensor grad_out, 
   const Tensor weight32 = parameter(weight, kOp, "weight", width);
   grad_out = row_major(grad_out, kOp, "grad_out", width);
   require(grad_out.size(0) == rows, kOp, ": grad_out must have ", rows, " rows, as x has");
-  const Dropout dropout(dropout_p, seed, place, 0, kOp);
+  const Dropout dropout(dropout_p, seed, place, kOp);
   Tensor grad_x = empty(x, {rows, width}, x.scalar_type());
   Tensor grad_residual = dropout.on() ? empty(x, {rows, width}, residual.scalar_type())
                                       : empty(x, {0}, residual.scalar_type());

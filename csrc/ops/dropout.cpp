@@ -1,6 +1,8 @@
-// Philox in AVX2 lanes (a lane is a block), and keep_mask, which writes masks out for callers that cannot fuse them.
+// Philox in AVX2 lanes (a lane is a block), and keep_weights, which writes out the masks of attention weights.
 
 #include "dropout.h"
+
+#include <algorithm>
 
 #include "vec.h"
 
@@ -57,35 +59,47 @@ inline void draw_64(uint8_t* bytes, uint32_t group, uint32_t row, uint32_t place
 }
 #endif
 
+// Of 32 columns, pair t of word k (a block is t) belongs to keys 8 k + 2 t and the next one.
 template <class To>
-void write_mask(To* out, const uint8_t* bytes, int64_t width) {
-  for (int64_t i = 0; i < width; ++i) out[i] = To(bytes[i] ? 1 : 0);
+void write_weights(To* out, const uint8_t* bytes, int64_t width, To one) {
+  for (int64_t span = 0; span < width; span += 32) {
+    To keys[32];
+    for (int k = 0; k < 4; ++k) {
+      for (int t = 0; t < 4; ++t) {
+        for (int e = 0; e < 2; ++e) keys[8 * k + 2 * t + e] = bytes[span + 8 * t + 2 * k + e] ? one : To(0);
+      }
+    }
+    std::memcpy(out + span, keys, sizeof(To) * static_cast<size_t>(std::min<int64_t>(32, width - span)));
+  }
 }
 
-Tensor keep_mask_native_fwd(int64_t rows, int64_t columns, double p, Tensor seed, int64_t place, int64_t part,
-                            ScalarType type) {
-  const char* op = "keep_mask";
-  require(rows >= 0 && columns > 0, op, ": rows must not be negative and columns must be positive");
+Tensor keep_weights_native_fwd(Tensor rows, int64_t heads, int64_t columns, double p, Tensor seed, int64_t place,
+                               ScalarType type) {
+  const char* op = "keep_weights";
+  require(rows.dim() == 1 && rows.is_contiguous() && rows.scalar_type() == ScalarType::Long, op,
+          ": rows must be a contiguous int64 vector");
+  require(heads > 0 && columns > 0, op, ": heads and columns must be positive");
   require(type == ScalarType::Bool || type == ScalarType::Float || type == ScalarType::BFloat16 ||
               type == ScalarType::Half,
           op, ": dtype must be bool, fp32, bf16 or fp16");
-  const Dropout dropout(p, seed, place, part, op);
-  Tensor out = empty(seed, {rows, columns}, type);
+  const Dropout dropout(p, seed, place, op);
+  const int64_t count = rows.size(0);
+  const auto* numbers = static_cast<const int64_t*>(rows.data_ptr());
+  Tensor out = empty(seed, {heads, count, columns}, type);
   char* data = static_cast<char*>(out.data_ptr());
   const int64_t stride = columns * static_cast<int64_t>(out.element_size());
-  torch::stable::parallel_for(0, rows, kGrain, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, heads * count, kGrain, [&](int64_t begin, int64_t end) {
     std::vector<uint8_t> bytes(Dropout::buffer_size(columns), 255);
-    for (int64_t row = begin; row < end; ++row) {
-      if (dropout.on()) dropout.draw(bytes.data(), row, columns);
-      char* to = data + row_offset(row, stride);
+    for (int64_t i = begin; i < end; ++i) {
+      if (dropout.on()) dropout.draw(bytes.data(), numbers[i % count], columns, i / count);
+      char* to = data + row_offset(i, stride);
       if (type == ScalarType::Bool) {
-        write_mask(reinterpret_cast<bool*>(to), bytes.data(), columns);
+        write_weights(reinterpret_cast<bool*>(to), bytes.data(), columns, true);
       } else if (type == ScalarType::Float) {
-        write_mask(reinterpret_cast<float*>(to), bytes.data(), columns);
+        write_weights(reinterpret_cast<float*>(to), bytes.data(), columns, 1.0f);
       } else {  // 1.0 in bf16 or in fp16
         const uint16_t one = type == ScalarType::BFloat16 ? 0x3F80 : 0x3C00;
-        auto* halves = reinterpret_cast<uint16_t*>(to);
-        for (int64_t i = 0; i < columns; ++i) halves[i] = bytes[i] ? one : 0;
+        write_weights(reinterpret_cast<uint16_t*>(to), bytes.data(), columns, one);
       }
     }
   });
@@ -94,7 +108,7 @@ Tensor keep_mask_native_fwd(int64_t rows, int64_t columns, double p, Tensor seed
 
 }  // namespace
 
-Dropout::Dropout(double p, const std::optional<Tensor>& seed, int64_t place, int64_t part, const char* op)
+Dropout::Dropout(double p, const std::optional<Tensor>& seed, int64_t place, const char* op)
     : on_(p != 0.0) {
   if (!on_) return;
   require(p > 0.0 && p < 1.0, op, ": dropout_p must lie in [0, 1), not ", p);
@@ -103,23 +117,22 @@ Dropout::Dropout(double p, const std::optional<Tensor>& seed, int64_t place, int
   scale_ = static_cast<float>(1.0 / (1.0 - p));
   threshold_ = dropout_threshold(p);
   place_ = static_cast<uint32_t>(place);
-  part_ = static_cast<uint32_t>(part);
   seed_ = static_cast<uint64_t>(*static_cast<const int64_t*>(seed->data_ptr()));
 }
 
-void Dropout::draw(uint8_t* bytes, int64_t row, int64_t width) const {
+void Dropout::draw(uint8_t* bytes, int64_t row, int64_t width, int64_t part) const {
   if (threshold_ > 0xFFFF) {  // no half is that large
     std::memset(bytes, 0, buffer_size(width));
     return;
   }
   for (int64_t column = 0; column < width; column += 64) {
-    draw_64(bytes + column, static_cast<uint32_t>(column / kDropoutLanes), static_cast<uint32_t>(row), place_, part_,
-            seed_, threshold_);
+    draw_64(bytes + column, static_cast<uint32_t>(column / kDropoutLanes), static_cast<uint32_t>(row), place_,
+            static_cast<uint32_t>(part), seed_, threshold_);
   }
 }
 
 }  // namespace maelm
 
 STABLE_TORCH_LIBRARY_IMPL(maelm_fast, CPU, library) {
-  library.impl("keep_mask_native_fwd", TORCH_BOX(&maelm::keep_mask_native_fwd));
+  library.impl("keep_weights_native_fwd", TORCH_BOX(&maelm::keep_weights_native_fwd));
 }

@@ -13,18 +13,18 @@ namespace maelm {
 // What draws the masks of one call: rate, seed and site. Off at a rate of 0.
 class Dropout {
  public:
-  Dropout(double p, const std::optional<Tensor>& seed, int64_t place, int64_t part, const char* op);
+  Dropout(double p, const std::optional<Tensor>& seed, int64_t place, const char* op);
 
   bool on() const { return on_; }
   float scale() const { return scale_; }
-  // Bytes of 0 or 255 for `width` columns of `row`; the buffer has buffer_size(width) of them.
-  void draw(uint8_t* bytes, int64_t row, int64_t width) const;
+  // Bytes of 0 or 255 for `width` columns of `row`; the buffer has buffer_size(width) of them. part: a head, in attention.
+  void draw(uint8_t* bytes, int64_t row, int64_t width, int64_t part = 0) const;
   static size_t buffer_size(int64_t width) { return static_cast<size_t>(ceil_div(width, 64) * 64); }
 
  private:
   bool on_ = false;
   float scale_ = 1.0f;
-  uint32_t threshold_ = 0, place_ = 0, part_ = 0;
+  uint32_t threshold_ = 0, place_ = 0;
   uint64_t seed_ = 0;
 };
 

@@ -50,7 +50,7 @@ std::tuple<Tensor, Tensor, Tensor> embed_packed_native_fwd(Tensor ids, Tensor po
   const int64_t width = in.width;
   weight = parameter(weight, kOp, "weight", width);
   bias = parameter(bias, kOp, "bias", width);
-  const Dropout dropout(dropout_p, seed, place, 0, kOp);
+  const Dropout dropout(dropout_p, seed, place, kOp);
   Tensor out = empty(token_table, {in.rows, width}, type);
   require(is_float(out), kOp, ": dtype must be fp32, bf16 or fp16");
   Tensor mean = empty(token_table, {in.rows}, ScalarType::Float);
@@ -86,7 +86,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> embed_packed_native_bwd(Tensor grad_o
   const Tensor weight32 = parameter(weight, kOp, "weight", width);
   grad_out = row_major(grad_out, kOp, "grad_out", width);
   require(grad_out.size(0) == in.rows, kOp, ": grad_out must have ", in.rows, " rows");
-  const Dropout dropout(dropout_p, seed, place, 0, kOp);
+  const Dropout dropout(dropout_p, seed, place, kOp);
   Tensor grad_tokens = empty(token_table, {token_table.size(0), width}, token_table.scalar_type());
   Tensor grad_table = empty(position_table, {position_table.size(0), width}, position_table.scalar_type());
   Tensor grad_sum = empty(grad_out, {in.rows, width}, ScalarType::Float);

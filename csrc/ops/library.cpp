@@ -31,8 +31,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(maelm_fast, library) {
       "bool deterministic) -> (Tensor grad_token_table, Tensor grad_position_table, Tensor grad_weight, "
       "Tensor grad_bias)");
   library.def(
-      "keep_mask_native_fwd(int rows, int columns, float p, Tensor seed, int place, int part, ScalarType dtype) -> "
-      "Tensor");
+      "keep_weights_native_fwd(Tensor rows, int heads, int columns, float p, Tensor seed, int place, ScalarType dtype) "
+      "-> Tensor");
 }
 
 PyMODINIT_FUNC PyInit__C(void) {

@@ -31,6 +31,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from maelm_fast.config import require
+from maelm_fast.data.files import sync, written_aside
 from maelm_fast.data.readers import Document, expand_inputs, identify, read_documents
 from maelm_fast.data.samples import Chunk, cut_blocks, cut_documents
 from maelm_fast.data.token_store import (
@@ -40,8 +41,6 @@ from maelm_fast.data.token_store import (
     Manifest,
     Split,
     SplitWriter,
-    sync,
-    written_aside,
 )
 from maelm_fast.data.tokenizer import (
     MIN_VOCAB_SIZE,

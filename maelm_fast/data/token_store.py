@@ -11,22 +11,20 @@ A sample is a view of the mapped file: reading one copies nothing. `prepare.py` 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import dataclasses
 import hashlib
 import json
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from tokenizers import Tokenizer
 
 from maelm_fast.config import require
+from maelm_fast.data.files import sync, written_aside
 from maelm_fast.data.tokenizer import load_tokenizer, token_dtype, tokenizer_hash
 from maelm_fast.errors import UserError
 
@@ -250,30 +248,6 @@ class SplitWriter:
 
     def _shard_path(self) -> Path:
         return self._directory / f"{self._split}-{len(self.shards):05d}.arrow"
-
-
-@contextlib.contextmanager
-def written_aside(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that becomes `path` when all went well, synced; after an error nothing is left of it."""
-    aside = path.with_name(path.name + ".tmp")
-    try:
-        with open(aside, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-
-
-def sync(path: Path) -> None:
-    """Forces a file's content, or a directory's entries, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def file_sha256(path: Path) -> str:

@@ -35,7 +35,7 @@ class Decoder(nn.Module):
         )
 
     def _bias(self) -> PositionBias | None:
-        return PositionBias(self.relative_bias()) if self.relative_bias is not None else None
+        return self.relative_bias() if self.relative_bias is not None else None
 
 
 class SelfDecoder(Decoder):

@@ -10,7 +10,7 @@ from maelm_fast.batch import Layout
 from maelm_fast.config import ModelConfig
 from maelm_fast.model.block import Block, Dropout, position_table
 from maelm_fast.model.position_bias import RelativeBias
-from maelm_fast.ops import AttentionLayout, PositionBias
+from maelm_fast.ops import AttentionLayout
 
 
 class Encoder(nn.Module):
@@ -45,7 +45,7 @@ class Encoder(nn.Module):
             ids, layout.positions, self.token_table, self.position_table, norm.weight, norm.bias, eps=norm.eps,
             **dropout.at(0).arguments,
         )  # fmt: skip
-        bias = PositionBias(self.relative_bias()) if self.relative_bias is not None else None
+        bias = self.relative_bias() if self.relative_bias is not None else None
         everyone = AttentionLayout(layout)
         if layers is not None:
             layers.append(x)

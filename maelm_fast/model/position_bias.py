@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from maelm_fast.config import ModelConfig
+from maelm_fast.ops import PositionBias
 
 
 def bucket(distance: int, rule: str, buckets: int, max_distance: int) -> int:
@@ -57,20 +58,31 @@ def _buckets_by_distance(rule: str, buckets: int, max_distance: int, max_positio
     return [bucket(d, rule, buckets, max_distance) for d in range(1 - max_positions, max_positions)]
 
 
+def _reach(by_distance: list[int]) -> int:
+    """The least R >= 1 such that all distances of at least R share a bucket, and all of at most -R."""
+    centre = len(by_distance) // 2
+    reach = centre
+    while reach > 1 and all(by_distance[centre + s * (reach - 1)] == by_distance[centre + s * reach] for s in (1, -1)):
+        reach -= 1
+    return reach
+
+
 class RelativeBias(nn.Module):
-    """One table (buckets, heads) shared by all layers of a stack. Calling it gives the line (heads, 2P-1) of biases by
-    distance, which PositionBias takes."""
+    """One table (buckets, heads) shared by all layers of a stack. Calling it gives the biases by distance, as attention
+    takes them: up to the reach, the distance from which on, to either side, there is one bucket only."""
 
     def __init__(self, config: ModelConfig, rule: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.relative_buckets, config.num_heads))
         setting = (rule, config.relative_buckets, config.relative_max_distance, config.max_positions)
         self._by_distance = _buckets_by_distance(*setting)
-        self.buckets: Tensor
+        self.positions, self.reach = config.max_positions, _reach(self._by_distance)
+        self.buckets: Tensor  # (2P-1,)
         self.register_buffer("buckets", torch.tensor(self._by_distance), persistent=False)
 
-    def forward(self) -> Tensor:
-        return self.weight[self.buckets].t().contiguous()
+    def forward(self) -> PositionBias:
+        within = self.buckets[self.positions - 1 - self.reach : self.positions + self.reach]
+        return PositionBias(self.weight[within].t().contiguous(), self.positions)
 
     @torch.no_grad()
     def init_local(self) -> None:

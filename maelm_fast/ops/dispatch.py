@@ -49,7 +49,8 @@ def pick(op: str, asked: str | None, device: torch.device, able: Mapping[str, Re
     that returns the reasons it cannot serve this call. Raises UserError with the reasons when the named one cannot."""
     name: str = getattr(_default, op) if asked is None else asked
     if name == "auto":
-        candidates = [b for b in able if not (b == "triton" and device.type != "cuda")]  # interpreted only when named
+        only_named = ("triton", "flex") if device.type != "cuda" else ()  # interpreted, and eager: both very slow
+        candidates = [b for b in able if b not in only_named]
         name = next(b for b in candidates if not able[b]())
         if not torch.compiler.is_compiling() and (op, name, device.type) not in _logged:
             _logged.add((op, name, device.type))

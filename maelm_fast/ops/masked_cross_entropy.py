@@ -76,41 +76,6 @@ def masked_cross_entropy(
     return loss, correct
 
 
-def _chunks(
-    row_loss: RowLoss,
-    hidden: Tensor,
-    table: Tensor,
-    bias: Tensor,
-    labels: Tensor,
-    vocab_size: int,
-    z_loss: float,
-    dtype: torch.dtype,
-    grad: bool,
-) -> Results:
-    rows, width = hidden.shape[0], table.shape[0]
-    loss, correct, grad_hidden, grad_table, grad_bias = _fake(
-        hidden, table, bias, labels, vocab_size, z_loss, dtype, grad
-    )
-    for zeroed in (loss, correct, grad_bias):
-        zeroed.zero_()
-    if rows == 0:
-        grad_table.zero_()
-    hidden, table, bias, labels = hidden.to(dtype), table.to(dtype), bias.contiguous(), labels.int().contiguous()
-    step = _chunk_rows(rows, width * dtype.itemsize, hidden.device.type)
-    logits = torch.empty(min(rows, step), width, dtype=dtype, device=hidden.device)
-    for start in range(0, rows, step):
-        part = slice(start, min(rows, start + step))
-        chunk = torch.mm(hidden[part], table.t(), out=logits[: part.stop - start])
-        losses, hits = row_loss(chunk, bias, labels[part], vocab_size, z_loss, grad)
-        loss += losses.sum()
-        correct += hits.sum()
-        if grad:
-            torch.mm(chunk, table, out=grad_hidden[part])
-            _add_product(grad_table, chunk.t(), hidden[part], fresh=start == 0)
-            grad_bias += chunk.sum(0, dtype=grad_bias.dtype)
-    return loss, correct, grad_hidden, grad_table, grad_bias
-
-
 def _chunk_rows(rows: int, row_bytes: int, device: str) -> int:
     """Rows a chunk: chunks of equal size, as few as the memory allows, in steps of 128 (the tiles of the products)."""
     most = max(1, LOGITS_BYTES.get(device, LOGITS_BYTES["cpu"]) // row_bytes)
@@ -209,7 +174,28 @@ def _register(name: str, row_loss: Callable[[], RowLoss]) -> Any:
         dtype: torch.dtype,
         grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return _chunks(row_loss(), hidden, table, bias, labels, vocab_size, z_loss, dtype, grad)
+        loss_rows_ = row_loss()
+        rows, width = hidden.shape[0], table.shape[0]
+        results = _fake(hidden, table, bias, labels, vocab_size, z_loss, dtype, grad)
+        loss, correct, grad_hidden, grad_table, grad_bias = results
+        for zeroed in (loss, correct, grad_bias):
+            zeroed.zero_()
+        if rows == 0:
+            grad_table.zero_()
+        hidden, table, bias, labels = hidden.to(dtype), table.to(dtype), bias.contiguous(), labels.int().contiguous()
+        step = _chunk_rows(rows, width * dtype.itemsize, hidden.device.type)
+        logits = torch.empty(min(rows, step), width, dtype=dtype, device=hidden.device)
+        for start in range(0, rows, step):
+            part = slice(start, min(rows, start + step))
+            chunk = torch.mm(hidden[part], table.t(), out=logits[: part.stop - start])
+            losses, hits = loss_rows_(chunk, bias, labels[part], vocab_size, z_loss, grad)
+            loss += losses.sum()
+            correct += hits.sum()
+            if grad:
+                torch.mm(chunk, table, out=grad_hidden[part])
+                _add_product(grad_table, chunk.t(), hidden[part], fresh=start == 0)
+                grad_bias += chunk.sum(0, dtype=grad_bias.dtype)
+        return results
 
     forward.register_fake(_fake)
     forward.register_autograd(_backward, setup_context=_setup_context)

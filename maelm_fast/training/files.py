@@ -13,17 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from maelm_fast.data.files import sync, written_aside
+
 CHECKSUMS = "checksums.json"
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file's text in one step."""
-    aside = path.with_name(path.name + ".tmp")
-    with open(aside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    with written_aside(path) as file:
+        file.write(text.encode())
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -42,10 +40,10 @@ def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
         files = sorted(file for file in aside.iterdir())
         write_json(aside / CHECKSUMS, {file.name: checksum(file) for file in files})
         for file in files:
-            _sync(file)
-        _sync(aside)
+            sync(file)
+        sync(aside)
         os.rename(aside, path)
-        _sync(path.parent)
+        sync(path.parent)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -69,11 +67,3 @@ def damage(path: Path) -> str | None:
 def checksum(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,6 +16,7 @@ from maelm_fast.config import MaskingConfig, ModelConfig
 from maelm_fast.data.masking import Vocabulary, pack
 from maelm_fast.model.block import Block
 from maelm_fast.model.maelm import MaeLm
+from maelm_fast.ops import PositionBias
 
 VOCABULARY = Vocabulary(100, 99, (0, 1, 2, 3, 99))
 SMALL = ModelConfig(
@@ -50,6 +51,12 @@ def batch_for(model: MaeLm, lengths: list[int], rate: float = 0.3, seed: int = 0
     return pack(rows, np.arange(n), np.zeros(n, int), masking, VOCABULARY, seed, model.encoder_sees_mask)
 
 
+def spread(bias: PositionBias, n: int) -> Tensor:
+    """(heads, n, n)"""
+    distance = torch.arange(n)[None, :] - torch.arange(n)[:, None]
+    return bias.line[:, distance.clamp(-bias.reach, bias.reach) + bias.reach]
+
+
 def padded_block(block: Block, x: Tensor, memory: Tensor, bias: Tensor | None, absent: Tensor) -> Tensor:
     """One post-LN layer on one sequence, x (Lq, d) attending to memory (Lk, d) but not where absent (Lk,)."""
     d, (heads, head_dim) = x.shape[-1], block.attention.heads
@@ -70,7 +77,6 @@ def padded_loss(model: MaeLm, batch: PackedBatch) -> Tensor:
     config, encoder, losses = model.config, model.encoder, []
     starts = np.cumsum([0, *batch.decoder_lengths])
     v_starts = np.cumsum([0, *batch.lengths])
-    distance = lambda n: torch.arange(n)[None, :] - torch.arange(n)[:, None] + config.max_positions - 1  # noqa: E731
     for s, n in enumerate(batch.decoder_lengths):
         slots = slice(starts[s], starts[s + 1])
         here = (batch.masked_index >= starts[s]) & (batch.masked_index < starts[s + 1])
@@ -81,7 +87,7 @@ def padded_loss(model: MaeLm, batch: PackedBatch) -> Tensor:
         absent = torch.ones(n, dtype=torch.bool)
         absent[places] = False
         x = encoder.embedding_norm(encoder.token_table[ids] + encoder.position_table[:n])
-        bias = encoder.relative_bias()[:, distance(n)] if encoder.relative_bias is not None else None
+        bias = spread(encoder.relative_bias(), n) if encoder.relative_bias is not None else None
         if not absent.all():
             for block in encoder.blocks:
                 x = padded_block(block, x, x, bias, absent)
@@ -91,7 +97,7 @@ def padded_loss(model: MaeLm, batch: PackedBatch) -> Tensor:
             encoded = x
             x = torch.where(removed, encoder.token_table[model.mask_id], x) + decoder.position_table[:n]
             x = decoder.embedding_norm(x)
-            bias = decoder.relative_bias()[:, distance(n)] if decoder.relative_bias is not None else None
+            bias = spread(decoder.relative_bias(), n) if decoder.relative_bias is not None else None
             nothing = torch.zeros(n, dtype=torch.bool)
             for block in decoder.blocks:
                 if config.decoder == "self":

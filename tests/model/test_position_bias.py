@@ -58,9 +58,21 @@ def test_integer_rule_equals_the_logarithm(buckets: int, max_distance: int) -> N
 def test_line_is_the_table_by_distance() -> None:
     bias = RelativeBias(ModelConfig(max_positions=20, num_heads=2, hidden_size=8), "t5")
     torch.nn.init.normal_(bias.weight)
-    line = bias()
-    assert line.shape == (2, 39)
-    assert torch.equal(line[:, 19 + 3], bias.weight[bucket(3, "t5", 32, 128)])
+    line, reach = bias().line, bias().reach
+    assert (line.shape, bias().positions) == ((2, 2 * reach + 1), 20)
+    for distance in range(-reach, reach + 1):
+        assert torch.equal(line[:, reach + distance], bias.weight[bucket(distance, "t5", 32, 128)])
+
+
+@pytest.mark.parametrize("rule", ["t5", "released"])
+def test_line_ends_where_the_last_bucket_begins(rule: str) -> None:
+    bias = RelativeBias(ModelConfig(max_positions=512, num_heads=2, hidden_size=8), rule)
+    reach = bias().reach
+    ends = {s: {bucket(s * d, rule, 32, 128) for d in range(reach, 512)} for s in (1, -1)}
+    assert [len(buckets) for buckets in ends.values()] == [1, 1]
+    assert any(bucket(s * (reach - 1), rule, 32, 128) not in ends[s] for s in (1, -1))
+    if rule == "t5":
+        assert reach == 91
 
 
 @pytest.mark.parametrize("rule", ["t5", "released"])
@@ -68,8 +80,9 @@ def test_local_initialisation_favours_near_keys_on_both_sides(rule: str) -> None
     bias = RelativeBias(ModelConfig(max_positions=64, num_heads=4, hidden_size=8), rule)
     torch.nn.init.normal_(bias.weight)
     bias.init_local()
-    before, after = bias().detach()[:, :63].flip(1), bias().detach()[:, 64:]  # by distance 1, 2, ...
-    assert torch.equal(bias().detach()[:, 63], torch.zeros(4))
+    line, reach = bias().line.detach(), bias().reach
+    before, after = line[:, :reach].flip(1), line[:, reach + 1 :]  # by distance 1, 2, ...
+    assert torch.equal(line[:, reach], torch.zeros(4))
     for side in (before, after):
         assert (side.diff(dim=1) <= 0).all()
         assert (side[:, 0] < 0).all()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,18 @@ from maelm_fast.batch import Layout, layout_of
 from maelm_fast.errors import UserError
 from maelm_fast.ops import AttentionLayout, PositionBias, attention
 from maelm_fast.ops.backends import grouped
+from maelm_fast.ops.dispatch import triton_installed
+from maelm_fast.ops.reference.dropout import keep_weights
+from tests.ops.checks import (
+    DEVICE,
+    DTYPES,
+    assert_as_good_as_pytorch,
+    opcheck,
+    outputs_and_gradients,
+    poisoned_memory,
+    seed_tensor,
+    strided,
+)
 
 HEADS, DIM, POSITIONS = 3, 8, 128
 
@@ -187,3 +201,276 @@ def test_unknown_backend_names_the_known() -> None:
 def test_layouts_must_match() -> None:
     with pytest.raises(UserError, match="2 query sequences but 1 key"):
         AttentionLayout(layout_of([3, 4]), layout_of([7]))
+
+
+kernel = pytest.mark.skipif(not triton_installed(), reason="triton is not installed")
+GPU_DTYPES = DTYPES if DEVICE == "cpu" else DTYPES[1:]  # on a GPU the kernel takes bf16 and fp16
+NAMES = ("out", "grad_q", "grad_k", "grad_v", "grad_line")
+
+
+def on_device(layout: Layout) -> Layout:
+    return layout.to(DEVICE)
+
+
+class Flash(torch.autograd.Function):
+    """What flash attention rounds, in PyTorch, one sequence: products at q's dtype, softmax in fp32, and a backward
+    pass that has the rounded output to go by. bias: (heads, Lq, Lk) fp32. keep: the same shape, 0 or 1 / (1 - p)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, keep: Tensor, scale: float) -> Tensor:
+        weights = (torch.einsum("qhd,khd->hqk", q, k).float() * scale + bias).softmax(-1)
+        out = torch.einsum("hqk,khd->qhd", (weights * keep).to(q.dtype), v)
+        ctx.save_for_backward(q, k, v, weights, keep, out)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, weights, keep, out = ctx.saved_tensors
+        delta = (grad.float() * out.float()).sum(-1).t()[:, :, None]
+        scores = weights * (torch.einsum("qhd,khd->hqk", grad, v).float() * keep - delta)
+        grad_q = torch.einsum("hqk,khd->qhd", scores.to(q.dtype), k) * ctx.scale
+        grad_k = torch.einsum("hqk,qhd->khd", scores.to(q.dtype), q) * ctx.scale
+        grad_v = torch.einsum("hqk,qhd->khd", (weights * keep).to(q.dtype), grad)
+        return grad_q, grad_k, grad_v, scores, None, None
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, bias: PositionBias | None, p: float) -> Tensor:
+    outputs, start = [], 0
+    places = layout.queries.positions.split(layout.queries.lengths), layout.keys.positions.split(layout.keys.lengths)
+    rows = q.split(layout.queries.lengths), k.split(layout.keys.lengths), v.split(layout.keys.lengths)
+    for q_s, k_s, v_s, q_at, k_at in zip(*rows, *places, strict=True):
+        spread, keep = torch.zeros(2, q.shape[1], len(q_s), len(k_s), device=q.device)
+        if bias is not None:
+            distance = (k_at[None, :] - q_at[:, None]).long().clamp(-bias.reach, bias.reach) + bias.reach
+            spread = bias.line[:, distance]
+        numbers = torch.arange(start, start + len(q_s), device=q.device)
+        kept = keep_weights(numbers, q.shape[1], len(k_s), p, seed_tensor(), 7) if p else torch.ones_like(keep)
+        outputs.append(Flash.apply(q_s, k_s, v_s, spread, kept / (1 - p), q.shape[-1] ** -0.5))
+        start += len(q_s)
+    return torch.cat(outputs)
+
+
+def check_kernel(
+    queries: Layout, keys: Layout | None, reach: int, dtype: torch.dtype, p: float = 0.0, dim: int = 16, step: int = 0
+) -> None:
+    """Outputs and every gradient in memory full of NaN, against float64, within twice the error of flash attention
+    written in PyTorch at that dtype.
+
+    reach: of the line; 0 for no bias. step: strided inputs."""
+    layout = AttentionLayout(on_device(queries), None if keys is None else on_device(keys))
+    draw = torch.Generator().manual_seed(queries.num_tokens + dim)
+    counts = (queries.num_tokens, *(layout.keys.num_tokens,) * 2)
+    tensors = [torch.randn(n, HEADS, dim, generator=draw).to(DEVICE, dtype) for n in counts]
+    if reach:
+        tensors.append(torch.randn(HEADS, 2 * reach + 1, generator=draw).to(DEVICE))
+    if step:
+        tensors = [strided(t, step) for t in tensors[:3]] + tensors[3:]
+
+    def call(backend: str, q: Tensor, k: Tensor, v: Tensor, line: Tensor | None = None) -> Tensor:
+        bias = PositionBias(line, POSITIONS) if line is not None else None
+        if backend == "flash":
+            return flash(q, k, v, layout, bias, p)
+        seed = seed_tensor() if p else None
+        return attention(q, k, v, layout, bias, dropout_p=p, seed=seed, place=7, backend=backend)
+
+    with poisoned_memory():
+        actual = outputs_and_gradients(lambda *t: call("triton", *t), tensors)
+    at_dtype = outputs_and_gradients(lambda *t: call("flash", *t), tensors)
+    exact = outputs_and_gradients(lambda *t: call("reference", *t), [t.double() for t in tensors])
+    for name, *triple in zip(NAMES, actual, at_dtype, exact, strict=False):
+        try:
+            assert_as_good_as_pytorch(*triple)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+@kernel
+@pytest.mark.parametrize("dtype", GPU_DTYPES)
+@pytest.mark.parametrize("p", [0.0, 0.2])
+@pytest.mark.parametrize("reach", [0, 11])
+def test_kernel(reach: int, p: float, dtype: torch.dtype) -> None:
+    """Lengths of one token, around a tile, over several tiles; far tiles to both sides."""
+    check_kernel(gapped([1, 33, 90, 2, 32]), None, reach, dtype, p)
+
+
+@kernel
+@pytest.mark.parametrize("p", [0.0, 0.2])
+@pytest.mark.parametrize("reach", [0, 11, 127])
+def test_kernel_with_other_keys(reach: int, p: float) -> None:
+    """Queries of a subset, sequences without queries and without keys."""
+    check_kernel(gapped([3, 40, 0, 17, 4]), gapped([70, 0, 7, 90, 1], seed=1), reach, torch.bfloat16, p)
+
+
+@kernel
+@pytest.mark.parametrize("dim", [8, 32, 64, 96, 128])
+def test_kernel_head_dims(dim: int) -> None:
+    check_kernel(gapped([5, 35]), None, 9, torch.float16, 0.1, dim=dim)
+
+
+@kernel
+@pytest.mark.parametrize("step", [1, 2])
+def test_kernel_strided_inputs(step: int) -> None:
+    check_kernel(gapped([5, 35]), None, 9, torch.bfloat16, 0.1, step=step)
+
+
+@kernel
+def test_kernel_with_nothing_to_do() -> None:
+    check_kernel(gapped([0, 0]), None, 9, torch.bfloat16)
+    check_kernel(gapped([0, 3]), gapped([0, 0]), 9, torch.bfloat16)
+    check_kernel(gapped([0, 0]), gapped([5, 0]), 9, torch.bfloat16)
+
+
+@kernel
+@settings(max_examples=6, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=3), reach=st.integers(0, 127),
+    p=st.sampled_from([0.0, 0.4]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_kernel_on_random_layouts(lengths: list[int], reach: int, p: float, seed: int) -> None:
+    check_kernel(gapped(lengths, seed), None, reach, torch.bfloat16, p)
+
+
+def captured(call: Callable[[], Tensor]) -> tuple[tuple[Any, ...], Any]:
+    """(arguments, results) of the registered op that call() runs."""
+    seen: list[Any] = []
+    forward = torch.ops.maelm_fast.attention_triton_fwd
+
+    def spy(*arguments: Any) -> Any:
+        seen.extend((arguments, forward(*arguments)))
+        return seen[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.ops.maelm_fast, "attention_triton_fwd", spy)
+        call()
+    return seen[0], seen[1]
+
+
+@kernel
+def test_kernel_statistics_of_the_softmax() -> None:
+    """lse, natural, -inf for a query without keys; and its gradient."""
+    queries, keys = on_device(gapped([20, 3])), on_device(gapped([50, 0], seed=1))
+    q, k, v, line = (t.to(DEVICE) for t in inputs(queries, keys, torch.bfloat16))
+    layout, bias = AttentionLayout(queries, keys), PositionBias(line.float())
+    tensors = [t.requires_grad_() for t in (q, k, v, bias.line)]
+    lse = captured(lambda: attention(q, k, v, layout, bias, backend="triton"))[1][1]
+    doubles = [t.detach().double().requires_grad_() for t in tensors]
+    scores = torch.einsum("qhd,khd->hqk", doubles[0][:20], doubles[1]) / DIM**0.5
+    distance = keys.positions[None, :50].long() - queries.positions[:20, None].long() + bias.reach
+    exact = (scores + doubles[3][:, distance]).logsumexp(-1)
+    torch.testing.assert_close(lse[:, :20].double(), exact, rtol=1e-5, atol=1e-5)
+    assert torch.equal(lse[:, 20:], torch.full((HEADS, 3), float("-inf"), device=DEVICE))
+    upstream = torch.randn(HEADS, 20, device=DEVICE)
+    mine = torch.autograd.grad(lse[:, :20], tensors, upstream)
+    theirs = torch.autograd.grad(exact, doubles, upstream.double(), allow_unused=True, materialize_grads=True)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=2e-2, atol=2e-2)
+
+
+@kernel
+def test_kernel_bias_gradient_sums_to_zero_and_every_run_gives_the_same_bits() -> None:
+    layout = AttentionLayout(on_device(gapped([40, 7, 90, 1])))
+    q, k, v, line = (t.to(DEVICE) for t in inputs(layout.queries, layout.keys, torch.bfloat16))
+    tensors = [q, k, v, line.float()[:, POSITIONS - 1 - 20 : POSITIONS + 20]]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, line: Tensor) -> Tensor:
+        bias = PositionBias(line, POSITIONS)
+        return attention(q, k, v, layout, bias, dropout_p=0.1, seed=seed_tensor(), backend="triton")
+
+    once, again = outputs_and_gradients(call, tensors), outputs_and_gradients(call, tensors)
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+    gradient = once[-1].double()
+    rounding = 2**-8 * gradient.abs().sum(1)  # delta comes from an output that was rounded to bf16
+    assert gradient.abs().max() > 0.1
+    assert (gradient.sum(1).abs() < rounding).all()
+
+
+@kernel
+def test_kernel_permuting_the_sequences_permutes_the_outputs() -> None:
+    """Bit for bit, of unequal lengths, without dropout."""
+    lengths, order = [30, 45, 3, 64], [2, 0, 3, 1]
+    layout = gapped(lengths)
+    q, k, v, line = (t.to(DEVICE) for t in inputs(layout, layout, torch.bfloat16))
+    starts = [sum(lengths[:s]) for s in range(4)]
+    rows = torch.cat([torch.arange(starts[s], starts[s] + lengths[s]) for s in order])
+    moved = AttentionLayout(on_device(layout_of([lengths[s] for s in order], layout.positions[rows])))
+    bias = PositionBias(line.float())
+    out = attention(q, k, v, AttentionLayout(on_device(layout)), bias, backend="triton")
+    assert torch.equal(attention(q[rows], k[rows], v[rows], moved, bias, backend="triton"), out[rows])
+
+
+@pytest.mark.parametrize("backend", ["grouped", "reference", pytest.param("triton", marks=kernel)])
+def test_every_backend_drops_the_same_weights(backend: str) -> None:
+    """With values that are the unit vectors of the keys, an output is a row of weights."""
+    lengths, keys, p = [5, 0, 40], [30, 4, 64], 0.37
+    queries, there = on_device(gapped(lengths)), on_device(gapped(keys, seed=1))
+    q, k = torch.randn(45, HEADS, 64, device=DEVICE), torch.randn(98, HEADS, 64, device=DEVICE)
+    v = torch.cat([torch.eye(64, device=DEVICE)[:n] for n in keys])[:, None].expand(-1, HEADS, -1).contiguous()
+    dtype = torch.bfloat16 if backend == "triton" else torch.float32
+    seed, place = seed_tensor(), 2**31 - 5
+    layout = AttentionLayout(queries, there)
+    out = attention(q.to(dtype), k.to(dtype), v.to(dtype), layout, dropout_p=p, seed=seed, place=place, backend=backend)
+    for rows, columns, first in ((slice(0, 5), 30, 0), (slice(5, 45), 64, 5)):
+        numbers = torch.arange(first, first + rows.stop - rows.start, device=DEVICE)
+        keep = keep_weights(numbers, HEADS, columns, p, seed, place)
+        assert torch.equal((out[rows, :, :columns] != 0).transpose(0, 1), keep)
+
+
+@kernel
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_kernel_opcheck(p: float) -> None:
+    layout = AttentionLayout(on_device(gapped([3, 5])))
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    q, k, v, line = (t.to(DEVICE, dtype) for t in inputs(layout.queries, layout.keys))
+    bias, seed = PositionBias(line.float()), seed_tensor() if p else None
+    arguments, _ = captured(lambda: attention(q, k, v, layout, bias, dropout_p=p, seed=seed, backend="triton"))
+    forward, backward = torch.ops.maelm_fast.attention_triton_fwd, torch.ops.maelm_fast.attention_triton_bwd
+    opcheck(forward, *[t.detach().requires_grad_() for t in arguments[:4]], *arguments[4:])
+    out, lse = forward(*arguments)
+    opcheck(backward, out, None, *arguments[:3], out, lse, *arguments[3:5], True, *arguments[5:])
+
+
+@kernel
+def test_kernel_compiles_without_a_break() -> None:
+    layout = AttentionLayout(on_device(gapped([3, 5])))
+    q, k, v, line = (t.to(DEVICE, torch.bfloat16) for t in inputs(layout.queries, layout.keys))
+
+    def call(q: Tensor, k: Tensor, v: Tensor, line: Tensor) -> Tensor:
+        return attention(q, k, v, layout, PositionBias(line), dropout_p=0.2, seed=seed_tensor(), backend="triton")
+
+    tensors = [q, k, v, line.float()]
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for a, b in zip(outputs_and_gradients(call, tensors), outputs_and_gradients(compiled, tensors), strict=True):
+        assert torch.equal(a, b)
+
+
+@kernel
+def test_kernel_says_what_it_cannot_take() -> None:
+    layout = AttentionLayout(on_device(layout_of([4])))
+    q = torch.randn(4, 2, 192, device=DEVICE)
+    with pytest.raises(UserError, match="head_dim 192"):
+        attention(q, q, q, layout, backend="triton")
+    with pytest.raises(UserError, match="float64"):
+        attention(*(q.double(),) * 3, layout, backend="triton")
+    with pytest.raises(UserError, match="differ in dtype"):
+        attention(q.half(), q, q, layout, backend="triton")
+
+
+def test_shapes_that_do_not_fit() -> None:
+    layout, q = AttentionLayout(layout_of([4])), torch.randn(4, 2, 8)
+    with pytest.raises(UserError, match=r"q must be \(4, heads, head_dim\)"):
+        attention(q[:3], q, q, layout)
+    with pytest.raises(UserError, match="the bias has 3 heads, q has 2"):
+        attention(q, q, q, layout, PositionBias(torch.zeros(3, 7)))
+    with pytest.raises(UserError, match="needs a seed"):
+        attention(q, q, q, layout, dropout_p=0.1)
+    with pytest.raises(UserError, match=r"2R\+1"):
+        PositionBias(torch.zeros(3, 6))
+
+
+@kernel
+def test_lists_of_tiles_start_with_the_longest() -> None:
+    from maelm_fast.kernels.attention import tile_list
+
+    listed = tile_list((70, 3, 0, 40), (10, 90, 9, 50), 32, torch.device("cpu"))
+    assert listed.tolist() == [[1, 0], [3, 0], [3, 32], [0, 0], [0, 32], [0, 64]]

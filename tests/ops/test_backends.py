@@ -19,16 +19,19 @@ from maelm_fast.data.masking import Vocabulary, pack
 from maelm_fast.errors import UserError
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.ops import dispatch
+from tests.ops import test_attention_backends
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALTERNATIVES = {
     "embed_packed": ("triton", "native"),
-    "attention": ("grouped",),
+    "attention": ("triton", "grouped"),
     "add_norm": ("triton", "native"),
     "feed_forward": ("triton",),
     "scatter_to_decoder": ("native",),
     "masked_cross_entropy": ("triton", "chunked"),
 }
+# These refuse dropout and most run on a GPU only: tests/ops/test_attention_backends.py tests them.
+ELSEWHERE = {"attention": ("flash", "torch", "xformers", "flex")}
 SWAPS = [(op, name) for op, names in ALTERNATIVES.items() for name in names]
 REFERENCE = BackendConfig(**dict.fromkeys(ALTERNATIVES, "reference"))
 
@@ -52,11 +55,9 @@ def loss_and_gradients(backends: BackendConfig) -> list[Tensor]:
 
 @pytest.mark.parametrize(("op", "name"), SWAPS, ids=[f"{op}-{name}" for op, name in SWAPS])
 def test_an_op_and_its_reference_give_the_same_loss_and_gradients(op: str, name: str) -> None:
-    """With dropout: all backends draw the same bits (attention's grouped backend draws in groups, so without)."""
+    """With dropout: all backends draw the same bits."""
     if name == "native" and not native.has(op, DEVICE):
         pytest.skip(native.why_not(DEVICE))
-    if op == "attention":
-        pytest.skip("tests/ops/test_attention.py compares its backends without dropout")
     expected = loss_and_gradients(REFERENCE)
     actual = loss_and_gradients(dataclasses.replace(REFERENCE, **{op: name}))  # type: ignore[arg-type]
     for mine, theirs in zip(actual, expected, strict=True):
@@ -66,7 +67,9 @@ def test_an_op_and_its_reference_give_the_same_loss_and_gradients(op: str, name:
 def test_every_op_has_a_backend_setting_and_every_backend_is_tested() -> None:
     settings = {op: set(typing.get_args(kind)) for op, kind in typing.get_type_hints(BackendConfig).items()}
     assert settings.pop("mask_and_pack") == {"auto", "host", "triton", "reference"}  # tests/training/test_run.py
-    assert settings == {op: {"auto", "reference", *names} for op, names in ALTERNATIVES.items()}
+    tested = {op: {*names, *ELSEWHERE.get(op, ())} for op, names in ALTERNATIVES.items()}
+    assert settings == {op: {"auto", "reference", *names} for op, names in tested.items()}
+    assert set(ELSEWHERE["attention"]) == set(test_attention_backends.ADAPTERS)
 
 
 def test_an_unknown_backend_names_the_known_ones() -> None:

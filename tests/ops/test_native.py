@@ -13,7 +13,7 @@ from torch import Tensor
 
 from maelm_fast import native
 from maelm_fast.ops.reference.add_norm import add_norm as add_norm_reference
-from maelm_fast.ops.reference.dropout import keep_mask
+from maelm_fast.ops.reference.dropout import keep_weights
 from maelm_fast.ops.reference.embed_packed import embed_packed as embed_packed_reference
 from tests.ops import checks
 
@@ -159,16 +159,17 @@ def test_embed_packed_indices_out_of_range(argument: int, name: str) -> None:
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.999999])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(5, 512), (3, 1), (4, 63), (2, 71), (0, 8)])
-def test_keep_mask_has_the_references_bits(rows: int, columns: int, dtype: torch.dtype, p: float) -> None:
-    seed, place, part = torch.tensor(SEED), 4_000_000_000, 3_000_000_000
-    actual = OPS.keep_mask_native_fwd(rows, columns, p, seed, place, part, dtype)
-    assert torch.equal(actual, keep_mask((rows, columns), p, seed, place, part, dtype))
+def test_keep_weights_has_the_references_bits(rows: int, columns: int, dtype: torch.dtype, p: float) -> None:
+    seed, place = torch.tensor(SEED), 4_000_000_000
+    numbers = torch.arange(rows) * 1000 + 7
+    actual = OPS.keep_weights_native_fwd(numbers, 3, columns, p, seed, place, dtype)
+    assert torch.equal(actual, keep_weights(numbers, 3, columns, p, seed, place, dtype))
 
 
 @pytest.mark.parametrize(("p", "seed"), [(1.0, 3), (-0.1, 3), (float("nan"), 3)])
 def test_a_rate_that_is_none_is_an_error(p: float, seed: int) -> None:
     with pytest.raises(RuntimeError, match="dropout_p must lie in"):
-        OPS.keep_mask_native_fwd(2, 8, p, torch.tensor(seed), 0, 0, torch.bool)
+        OPS.keep_weights_native_fwd(torch.arange(2), 1, 8, p, torch.tensor(seed), 0, torch.bool)
 
 
 def test_dropout_without_a_seed_is_an_error() -> None:

@@ -12,7 +12,6 @@ Shapes: G sequences of a group, H heads, Lq and Lk padded lengths, D head_dim, P
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,7 +23,7 @@ from torch import Tensor
 from maelm_fast import native
 from maelm_fast.batch import Layout
 from maelm_fast.ops import dispatch
-from maelm_fast.ops.reference.dropout import keep_mask
+from maelm_fast.ops.reference.dropout import keep_weights
 
 _BUCKET = 64  # lengths that differ by less share a group
 _CHUNK_BYTES = 16 << 20  # scores computed at a time: what a last-level cache holds
@@ -46,6 +45,14 @@ class Group:
     @cached_property
     def distance(self) -> Tensor:
         return self.key_positions[:, None, :] - self.query_positions[:, :, None]
+
+    @cached_property
+    def numbered_rows(self) -> Tensor:
+        """(G, Lq) packed rows of the queries."""
+        count, lq, _ = self.shape
+        if self.query_rows is not None:
+            return self.query_rows
+        return torch.arange(count * lq, device=self.query_positions.device).view(count, lq)
 
 
 class Grouping:
@@ -104,6 +111,7 @@ def attention(
     v: Tensor,
     grouping: Grouping,
     biases: list[Tensor] | None,
+    scale: float,
     dropout_p: float,
     seed: Tensor | None,
     place: int,
@@ -111,11 +119,11 @@ def attention(
     """q: (Tq, H, D). k, v: (Tk, H, D). biases: per group (H, G, Lq, Lk), or None. Returns (Tq, H, D)."""
     groups = grouping.groups
     if len(groups) == 1 and groups[0].query_rows is None:
-        out = _group_attention(q, k, v, groups[0], biases[0] if biases else None, dropout_p, seed, place)
+        out = _group_attention(q, k, v, groups[0], biases[0] if biases else None, scale, dropout_p, seed, place)
         return out.reshape(q.shape)
     result = q.new_zeros(q.shape)
     for i, group in enumerate(groups):
-        out = _group_attention(q, k, v, group, biases[i] if biases else None, dropout_p, seed, place, i << 16)
+        out = _group_attention(q, k, v, group, biases[i] if biases else None, scale, dropout_p, seed, place)
         assert group.query_rows is not None
         rows = group.query_rows
         if group.query_valid is not None:
@@ -130,10 +138,10 @@ def _group_attention(
     v: Tensor,
     group: Group,
     bias: Tensor | None,
+    scale: float,
     dropout_p: float,
     seed: Tensor | None,
     place: int,
-    part: int = 0,
 ) -> Tensor:
     """(G, Lq, H, D); rows of padded queries hold nothing of use."""
     count, lq, lk = group.shape
@@ -143,9 +151,12 @@ def _group_attention(
     v_g = v.view(count, lk, heads, dim) if group.key_rows is None else v[group.key_rows]
     if bias is None and dropout_p == 0.0:
         mask = None if group.key_valid is None else group.key_valid[:, None, None, :]
-        mixed = F.scaled_dot_product_attention(q_g.transpose(1, 2), k_g.transpose(1, 2), v_g.transpose(1, 2), mask)
+        mixed = F.scaled_dot_product_attention(
+            q_g.transpose(1, 2), k_g.transpose(1, 2), v_g.transpose(1, 2), mask, scale=scale
+        )
         return mixed.transpose(1, 2)
-    out: Tensor = ChunkedAttention.apply(q_g, k_g, v_g, bias, group.key_valid, dropout_p, seed, place, part)
+    rows = group.numbered_rows if dropout_p else None
+    out: Tensor = ChunkedAttention.apply(q_g, k_g, v_g, bias, group.key_valid, rows, scale, dropout_p, seed, place)
     return out
 
 
@@ -162,48 +173,48 @@ class ChunkedAttention(torch.autograd.Function):
         v: Tensor,
         bias: Tensor | None,
         key_valid: Tensor | None,
+        rows: Tensor | None,
+        scale: float,
         dropout_p: float,
         seed: Tensor | None,
         place: int,
-        part: int,
     ) -> Tensor:
-        """place, part: the site of the dropout; chunk i draws from part + i."""
-        ctx.save_for_backward(q, k, v, bias, key_valid, seed)
-        ctx.dropout_p, ctx.place, ctx.part = dropout_p, place, part
+        """rows: (G, Lq), the queries' packed rows, which dropout's mask depends on."""
+        ctx.save_for_backward(q, k, v, bias, key_valid, rows, seed)
+        ctx.scale, ctx.dropout_p, ctx.place = scale, dropout_p, place
         out = torch.empty_like(q)
         with torch.autocast(q.device.type, enabled=False):
-            for i, chunk in enumerate(_chunks(q, k)):
+            for chunk in _chunks(q, k):
                 q_c, k_c, v_c = (_heads_first(x, chunk) for x in (q, k, v))
-                weights = _weights(q_c, k_c, bias, key_valid, chunk)
-                if dropout_p:
-                    weights.mul_(_keep(weights, dropout_p, seed, place, part + i))
+                weights = _weights(q_c, k_c, bias, key_valid, chunk, scale)
+                if rows is not None:
+                    weights.mul_(_keep(weights, rows[chunk], dropout_p, seed, place))
                 out[chunk] = (weights @ v_c).mul_(1.0 / (1.0 - dropout_p)).permute(1, 2, 0, 3)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, bias, key_valid, seed = ctx.saved_tensors
+        q, k, v, bias, key_valid, rows, seed = ctx.saved_tensors
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         grad_bias = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[3] else None
-        scale = q.shape[-1] ** -0.5
         with torch.autocast(q.device.type, enabled=False):
-            for i, chunk in enumerate(_chunks(q, k)):
+            for chunk in _chunks(q, k):
                 q_c, k_c, v_c, g_c = (_heads_first(x, chunk) for x in (q, k, v, grad_out))
                 g_c = g_c * (1.0 / (1.0 - ctx.dropout_p))
-                weights = _weights(q_c, k_c, bias, key_valid, chunk)
+                weights = _weights(q_c, k_c, bias, key_valid, chunk, ctx.scale)
                 grad = g_c @ v_c.transpose(-1, -2)
                 dropped = weights
-                if ctx.dropout_p:
-                    keep = _keep(weights, ctx.dropout_p, seed, ctx.place, ctx.part + i)
+                if rows is not None:
+                    keep = _keep(weights, rows[chunk], ctx.dropout_p, seed, ctx.place)
                     grad.mul_(keep)
                     dropped = keep.mul_(weights)
                 grad_v[chunk] = (dropped.transpose(-1, -2) @ g_c).permute(1, 2, 0, 3)
                 grad = torch._softmax_backward_data(grad, weights, -1, weights.dtype)
                 if grad_bias is not None:
                     grad_bias[:, chunk] = grad
-                grad_q[chunk] = (grad @ k_c).mul_(scale).permute(1, 2, 0, 3)
-                grad_k[chunk] = (grad.transpose(-1, -2) @ q_c).mul_(scale).permute(1, 2, 0, 3)
-        return grad_q, grad_k, grad_v, grad_bias, None, None, None, None, None
+                grad_q[chunk] = (grad @ k_c).mul_(ctx.scale).permute(1, 2, 0, 3)
+                grad_k[chunk] = (grad.transpose(-1, -2) @ q_c).mul_(ctx.scale).permute(1, 2, 0, 3)
+        return grad_q, grad_k, grad_v, grad_bias, None, None, None, None, None, None
 
 
 def _chunks(q: Tensor, k: Tensor) -> list[slice]:
@@ -218,9 +229,9 @@ def _heads_first(x: Tensor, chunk: slice) -> Tensor:
     return x[chunk].permute(2, 0, 1, 3).to(dtype).contiguous()
 
 
-def _weights(q: Tensor, k: Tensor, bias: Tensor | None, key_valid: Tensor | None, chunk: slice) -> Tensor:
-    """softmax(q k^T / sqrt(D) + bias): (H, c, Lq, Lk)."""
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+def _weights(q: Tensor, k: Tensor, bias: Tensor | None, key_valid: Tensor | None, chunk: slice, scale: float) -> Tensor:
+    """softmax(q k^T * scale + bias): (H, c, Lq, Lk)."""
+    scores = (q * scale) @ k.transpose(-1, -2)
     if bias is not None:
         scores.add_(bias[:, chunk])
     if key_valid is not None:
@@ -229,23 +240,26 @@ def _weights(q: Tensor, k: Tensor, bias: Tensor | None, key_valid: Tensor | None
     return weights
 
 
-def _keep(like: Tensor, p: float, seed: Tensor | None, place: int, part: int) -> Tensor:
+def _keep(like: Tensor, rows: Tensor, p: float, seed: Tensor | None, place: int) -> Tensor:
+    """The mask of weights (H, c, Lq, Lk) of the queries with packed rows (c, Lq)."""
     if seed is None:
         raise ValueError("dropout needs a seed")
-    if native.has("keep_mask", like.device.type):
-        rows, columns = math.prod(like.shape[:-1]), like.shape[-1]
+    heads, columns = like.shape[0], like.shape[-1]
+    if native.has("keep_weights", like.device.type):
         dtype = like.dtype if like.dtype in dispatch.FLOATS else torch.float32
-        keep: Tensor = torch.ops.maelm_fast.keep_mask_native_fwd(rows, columns, p, seed, place, part, dtype)
+        draw = torch.ops.maelm_fast.keep_weights_native_fwd
+        keep: Tensor = draw(rows.reshape(-1), heads, columns, p, seed, place, dtype)
         return keep.view(like.shape).to(like.dtype)
-    return keep_mask(like.shape, p, seed, place, part, like.dtype)
+    return keep_weights(rows, heads, columns, p, seed, place, like.dtype)
 
 
 class SpreadLine(torch.autograd.Function):
-    """line (H, 2P-1) -> bias (H, G, Lq, Lk) at each pair's distance. The gradient is summed by distance in float64."""
+    """line (H, 2R+1) -> bias (H, G, Lq, Lk) at each pair's distance, at most R. Its gradient is summed in float64."""
 
     @staticmethod
     def forward(ctx: Any, line: Tensor, distance: Tensor) -> Tensor:
-        index = (distance + line.shape[1] // 2).reshape(-1)
+        reach = line.shape[1] // 2
+        index = (distance.clamp(-reach, reach) + reach).reshape(-1)
         ctx.save_for_backward(index)
         ctx.width, ctx.dtype = line.shape[1], line.dtype
         return line.index_select(1, index).view(line.shape[0], *distance.shape)

@@ -2,11 +2,12 @@
 
 Every backend draws the same bits. Eight neighbouring columns share one Philox4x32-7 block:
 
-    words = philox(counter=(column // 8, row, place, part), key=seed)      # four 32-bit words, eight halves
+    words = philox(counter=(column // 8, row, place, 0), key=seed)         # four 32-bit words, eight halves
     keep[row, column] = half(words, column % 8) >= round(p * 65536)        # low half of word 0, its high half, ...
 
 Seven rounds pass the statistical batteries (Salmon et al. 2011); masks and sample order, drawn once, keep ten. The rate
-is exact to 2**-16. The seed is a tensor, so that a captured CUDA graph can be told another one.
+is exact to 2**-16. Attention weights have an order of their own (keep_weights). The seed is a tensor, so that a
+captured CUDA graph can be told another one.
 """
 
 from __future__ import annotations
@@ -27,26 +28,46 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
 
 
-def keep_mask(
-    shape: Sequence[int], p: float, seed: Tensor, place: int = 0, part: int = 0, dtype: torch.dtype = torch.bool
-) -> Tensor:
+def keep_mask(shape: Sequence[int], p: float, seed: Tensor, place: int = 0, dtype: torch.dtype = torch.bool) -> Tensor:
     """Tensor of `shape` on seed's device, True (1 in another dtype) with probability 1 - p; rows are all axes but the
-    last. seed: one int64. place, part: ints below 2**32, the dropout's site in the model and a piece of it."""
-    columns = shape[-1]
-    rows = math.prod(shape[:-1])
+    last. seed: one int64. place: an int below 2**32, the dropout's site in the model."""
+    rows = torch.arange(math.prod(shape[:-1]), device=seed.device)
+    return _keep(rows, shape[-1], p, seed, place, 0, dtype).view(*shape)
+
+
+def keep_weights(
+    rows: Tensor, heads: int, columns: int, p: float, seed: Tensor, place: int = 0, dtype: torch.dtype = torch.bool
+) -> Tensor:
+    """(heads, *rows.shape, columns): which attention weights are kept. rows: packed rows of the queries. columns: how
+    many keys; a key counts from its sequence's first.
+
+    Of each 32 keys, a block's eight are those that one thread of a matrix product holds:
+
+        words = philox(counter=(4 * (key // 32) + key % 8 // 2, row, place, head), key=seed)
+        half = 2 * (key % 32 // 8) + key % 2
+    """
+    key = torch.arange(columns, device=seed.device)
+    source = key // 32 * 32 + key % 8 // 2 * _LANES + key % 32 // 8 * 2 + key % 2
+    drawn = -(-columns // 32) * 32
+    parts = [_keep(rows.reshape(-1), drawn, p, seed, place, head, dtype)[:, source] for head in range(heads)]
+    return torch.stack(parts).view(heads, *rows.shape, columns)
+
+
+def _keep(rows: Tensor, columns: int, p: float, seed: Tensor, place: int, part: int, dtype: torch.dtype) -> Tensor:
+    """(R, columns), the rows numbered `rows` (R,)."""
     blocks = -(-columns // _LANES)
     seed = seed.reshape(())
     key = (seed & _LOW, (seed >> 32) & _LOW)
-    out = torch.empty(rows, columns, dtype=dtype, device=seed.device)
+    out = torch.empty(len(rows), columns, dtype=dtype, device=seed.device)
     step = max(1, _CHUNK // max(1, blocks))
     column = torch.arange(blocks, device=seed.device)
-    for start in range(0, rows, step):
-        row = torch.arange(start, min(start + step, rows), device=seed.device)[:, None]
+    for start in range(0, len(rows), step):
+        row = rows[start : start + step].long()[:, None]
         counter = (column.expand(len(row), -1), row.expand(-1, blocks), torch.full_like(column, place), part)
         words = torch.stack(_philox(counter, key), dim=-1).to(torch.uint32)  # (rows, blocks, 4)
         halves = words.view(torch.uint16).to(torch.int32).reshape(len(row), -1)[:, :columns]
         out[start : start + step] = halves >= threshold(p)
-    return out.view(*shape)
+    return out
 
 
 def threshold(p: float) -> int:
@@ -70,14 +91,14 @@ def _philox(counter: tuple[Tensor, Tensor, Tensor, int], key: tuple[Tensor, Tens
     return list(torch.broadcast_tensors(c0, c1, c2, c3))
 
 
-def dropout(x: Tensor, p: float, seed: Tensor | None, place: int = 0, part: int = 0) -> Tensor:
-    """F.dropout(x, p), reproducible from seed, place and part.
+def dropout(x: Tensor, p: float, seed: Tensor | None, place: int = 0) -> Tensor:
+    """F.dropout(x, p), reproducible from seed and place.
 
     seed: one int64 on x's device. Raises UserError without a seed, or for p outside [0, 1)."""
     check_dropout(p, seed)
     if seed is None or p == 0.0:
         return x
-    return x * keep_mask(x.shape, p, seed, place, part, x.dtype) * (1.0 / (1.0 - p))
+    return x * keep_mask(x.shape, p, seed, place, x.dtype) * (1.0 / (1.0 - p))
 
 
 def check_dropout(p: float, seed: Tensor | None) -> None:

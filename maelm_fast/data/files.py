@@ -1,0 +1,33 @@
+"""Files that are complete or absent: written aside, flushed to disk and renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+
+@contextlib.contextmanager
+def written_aside(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that becomes `path` when all went well, synced; after an error nothing is left of it."""
+    aside = path.with_name(path.name + ".tmp")
+    try:
+        with open(aside, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Forces a file's content, or a directory's entries, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
