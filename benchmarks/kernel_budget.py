@@ -57,6 +57,7 @@ def kernel_modules() -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.kernel_budget", description=__doc__.splitlines()[0])
     parser.add_argument("--op", choices=kernel_modules(), help="this op only")
+    parser.add_argument("--fp16", action="store_true", help="also the fp16 variants, which training never launches")
     arguments = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET=1 is set: interpreted kernels cannot be compiled; unset it")
@@ -66,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         for name in ([arguments.op] if arguments.op else kernel_modules())
         for index, variant in enumerate(_variants(name))
         for arch in SHARED_LIMIT
-        if variant.arch in (None, arch)
+        if variant.arch in (None, arch) and (arguments.fp16 or "*fp16" not in variant.signature.values())
     ]
     first: dict[tuple[Any, ...], tuple[str, int, int]] = {}  # of equal variants the first stands for all
     same = {place: first.setdefault(_content(*place), place) for place in places}
@@ -127,23 +128,22 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 def show(costs: dict[tuple[str, int, int], Cost]) -> int:
     """Prints a line per variant; returns how many compilations are over budget."""
-    titles = {job[:2]: f"{job[0]}: {_variants(job[0])[job[1]].label.removeprefix(job[0]).strip()}" for job in costs}
-    width = max(map(len, titles.values()))
-    print(f"{'':{width}} warps" + "".join(f" | {f'sm_{arch}':<36}" for arch in SHARED_LIMIT))
-    print(f"{'':{width}}      " + " | registers  spilled  KiB  resident   " * len(SHARED_LIMIT))
+    lines: dict[str, dict[int, Cost]] = {}
+    for (op, index, arch), cost in costs.items():
+        lines.setdefault(f"{op}: {_variants(op)[index].label.removeprefix(op).strip('_ ')}", {})[arch] = cost
+    width = max(map(len, lines))
+    print(f"{'':{width}}" + "".join(f" | {f'sm_{arch}':<42}" for arch in SHARED_LIMIT))
+    print(f"{'':{width}}" + " | warps  registers  spilled  KiB  resident   " * len(SHARED_LIMIT))
     over = 0
-    for key, title in titles.items():
+    for title, by_arch in lines.items():
         cells = []
-        for arch in SHARED_LIMIT:
-            if (cost := costs.get((*key, arch))) is None:
-                cells.append(f" | {'':36}")
-                continue
+        for arch, cost in sorted(by_arch.items()):
             over += not cost.fits(arch)
             cells.append(
-                f" | {cost.registers:9} {cost.stack:8} {cost.shared / 1024:4.0f} {cost.occupancy(arch):9.0%} "
-                + ("  " if cost.fits(arch) else "!!")
+                f" | {cost.warps:5}  {cost.registers:9} {cost.stack:8} {cost.shared / 1024:4.0f} "
+                f"{cost.occupancy(arch):9.0%} " + ("  " if cost.fits(arch) else "!!")
             )
-        print(f"{title:{width}} {_variants(key[0])[key[1]].num_warps:5}" + "".join(cells))
+        print(f"{title:{width}}" + "".join(cells))
     return over
 
 

@@ -40,30 +40,55 @@ def _dot(a, b, acc, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _gather(pointers, INTERPRETED: tl.constexpr):
-    """tl.load(pointers) of fp32 that nothing writes, in the layout in which it is used: for a tile of this size tl.load
-    would choose a layout of its own and carry the values over through shared memory."""
+def _gather(row, column, SIGN: tl.constexpr, INTERPRETED: tl.constexpr):
+    """tl.load(row[:, None] + SIGN * column[None, :]), row (R,) pointers to fp32 that nothing writes, column (C,) int32.
+
+    In assembly so that values arrive in the layout in which they are used, from addresses that are a row's plus a
+    column's: for a tile of this size tl.load would choose a layout of its own and carry the values over through shared
+    memory."""
     if INTERPRETED:
-        return tl.load(pointers)
+        return tl.load(row[:, None] + SIGN * column[None, :])
+    base = row.to(tl.int64)[:, None]
+    if SIGN > 0:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 a; mad.wide.s32 a, $2, 4, $1; ld.global.nc.f32 $0, [a]; }", "=f,l,r",
+            [base, column[None, :]], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
     return tl.inline_asm_elementwise(
-        "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
-    )
+        "{ .reg .b64 a; mad.wide.s32 a, $2, -4, $1; ld.global.nc.f32 $0, [a]; }", "=f,l,r",
+        [base, column[None, :]], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+def _add_assembly(count: int) -> str:
+    """For `count` elements: operands 0.. are unused results, then base addresses, columns, cells, limits and values."""
+    base, column, cell, limit, value = (count * i for i in range(1, 6))
+    lines = [f".reg .pred p<{count}>; .reg .b64 a<{count}>; .reg .f32 f<{count}>;"]
+    for i in range(count):
+        lines.append(f"setp.lt.u32 p{i}, ${cell + i}, ${limit + i}; mad.wide.s32 a{i}, ${column + i}, 4, ${base + i};")
+        lines.append(f"@p{i} ld.global.f32 f{i}, [a{i}];")
+    for i in range(count):
+        lines.append(f"add.f32 f{i}, f{i}, ${value + i}; @p{i} st.global.f32 [a{i}], f{i}; mov.b32 ${i}, 0;")
+    return "{ " + " ".join(lines) + " }"
+
+
+ADD_COUNT = tl.constexpr(8)
+ADD_ASSEMBLY = tl.constexpr(_add_assembly(8))
+ADD_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["l"] * 8 + ["r"] * 24 + ["f"] * 8))
 
 
 @triton.jit
-def _add_to(cells, values, inside, INTERPRETED: tl.constexpr):
-    """cells[inside] += values[inside], no cell twice; all loads before the first store. In assembly as _gather is."""
+def _add_to(row, column, values, cell, limit, INTERPRETED: tl.constexpr):
+    """(row[:, None] + column[None, :])[...] += values where 0 <= cell < limit; no address twice, so that a thread may
+    load eight before it stores them. row: (R,) pointers to fp32. In assembly as _gather is."""
     if INTERPRETED:
-        tl.store(cells, tl.load(cells, mask=inside, other=0.0) + values, mask=inside)
+        at, inside = row[:, None] + column[None, :], (cell >= 0) & (cell < limit)
+        tl.store(at, tl.load(at, mask=inside, other=0.0) + values, mask=inside)
     else:
-        address, mask = cells.to(tl.int64), inside.to(tl.int32)
-        before = tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.f32 $0, [$1]; }", "=f,l,r",
-            [address, mask], dtype=tl.float32, is_pure=False, pack=1,
-        )  # fmt: skip
         tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.f32 [$1], $2; mov.b32 $0, 0; }", "=r,l,f,r",
-            [address, before + values, mask], dtype=tl.int32, is_pure=False, pack=1,
+            ADD_ASSEMBLY, ADD_CONSTRAINTS,
+            [row.to(tl.int64)[:, None], column[None, :], cell, cell * 0 + limit, values],
+            dtype=tl.int32, is_pure=False, pack=ADD_COUNT,
         )  # fmt: skip
 
 
@@ -109,21 +134,12 @@ def _near(positions, length, low, high, REACH: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _bias_tile(
-    near, line, far, key_there, query_position, key, k_positions, origin, TRANSPOSED: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """(M, N), or (N, M) if TRANSPOSED: what is added to a tile's scores, -inf where there is no key."""
-    edge = tl.where(key_there, far, float("-inf"))
-    zero = (query_position * 0).to(tl.float32)
-    bias = edge[:, None] + zero[None, :] if TRANSPOSED else edge[None, :] + zero[:, None]
+def _bias_tile(near, row, column, edge, SIGN: tl.constexpr, INTERPRETED: tl.constexpr):
+    """(R, C), what is added to a tile's scores, -inf where there is no key. row: (R,) pointers into the line for a
+    column position of 0. column: (C,) positions. edge: what it is in a tile that is not near, (1, C) or (R, 1)."""
+    bias = tl.broadcast_to(edge, (row.shape[0], column.shape[0]))
     if near:
-        key_position = tl.load(k_positions + key, mask=key_there, other=2 * (origin + 1))
-        if TRANSPOSED:
-            index = (key_position + origin)[:, None] - query_position[None, :]
-        else:
-            index = (key_position + origin)[None, :] - query_position[:, None]
-        bias = _gather(line + index, INTERPRETED)
+        bias = _gather(row, column, SIGN, INTERPRETED)
     return bias
 
 
@@ -182,10 +198,9 @@ def _attention_fwd_kernel(
     end = 0
     left = 0.0
     right = 0.0
-    query_position = row
     if REACH:
         line += head * 3 * positions
-        query_position = tl.load(q_positions + q_start + tl.minimum(row, q_length - 1))
+        row_line = line + (origin - tl.load(q_positions + q_start + tl.minimum(row, q_length - 1)))
         low, high = _extent(q_positions + q_start, first, q_length, BLOCK_M)
         k_positions += k_start
         begin, end = _near(k_positions, k_length, low, high, REACH, BLOCK_N)
@@ -197,11 +212,10 @@ def _attention_fwd_kernel(
         k_tile = _load_rows(k, key, k_row, k_length, DIM, BLOCK_D)
         product = _dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_M, BLOCK_N), tl.float32), INTERPRETED)
         if REACH:
+            key_position = tl.load(k_positions + key, mask=there, other=2 * positions)
+            edge = tl.where(there, tl.where(start < begin, left, right), float("-inf"))
             near = (start >= begin) & (start < end)
-            far = tl.where(start < begin, left, right)
-            score = product * scale + _bias_tile(
-                near, line, far, there, query_position, key, k_positions, origin, False, INTERPRETED
-            )  # fmt: skip
+            score = product * scale + _bias_tile(near, row_line, key_position, edge[None, :], 1, INTERPRETED)
         else:
             score = product * scale + tl.where(there, 0.0, float("-inf"))[None, :]
         new_top = tl.maximum(top, tl.max(score, axis=1))
@@ -279,11 +293,11 @@ def _attention_dq_kernel(
         line += head * 3 * positions
         left = tl.load(line + origin - REACH)
         right = tl.load(line + origin + REACH)
-    left_sum = tl.zeros((BLOCK_M,), tl.float32)
-    right_sum = tl.zeros((BLOCK_M,), tl.float32)
-    band_row = tl.arange(0, BLOCK_M) * (2 * REACH + 1)
+    left_sum = tl.zeros((BLOCK_M,), tl.float32)  # of the scores' gradients at -REACH and beyond
+    all_sum = tl.zeros((BLOCK_M,), tl.float32)
     if LINE_GRADIENT:
         band += (head * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * BLOCK_M * (2 * REACH + 1)
+        row_band = band + (tl.arange(0, BLOCK_M) * (2 * REACH + 1) + REACH)  # at distance 0
     for tile in range(tl.program_id(0), tile_count, tl.num_programs(0)):
         sequence = tl.load(tiles + 2 * tile)
         first = tl.load(tiles + 2 * tile + 1)
@@ -308,10 +322,10 @@ def _attention_dq_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         begin = 0
         end = 0
-        query_position = row
         k_places = k_positions + k_start
         if REACH:
             query_position = tl.load(q_positions + q_start + tl.minimum(row, q_length - 1))
+            row_line = line + (origin - query_position)
             low, high = _extent(q_positions + q_start, first, q_length, BLOCK_M)
             begin, end = _near(k_places, k_length, low, high, REACH, BLOCK_N)
         for start in range(0, k_length, BLOCK_N):
@@ -323,10 +337,9 @@ def _attention_dq_kernel(
             product = _dot(q_tile, tl.trans(k_tile), zero, INTERPRETED)
             near = (start >= begin) & (start < end)
             if REACH:
-                far = tl.where(start < begin, left, right)
-                score = product * scale + _bias_tile(
-                    near, line, far, there, query_position, key, k_places, origin, False, INTERPRETED
-                )  # fmt: skip
+                key_position = tl.load(k_places + key, mask=there, other=2 * positions)
+                edge = tl.where(there, tl.where(start < begin, left, right), float("-inf"))
+                score = product * scale + _bias_tile(near, row_line, key_position, edge[None, :], 1, INTERPRETED)
             else:
                 score = product * scale + tl.where(there, 0.0, float("-inf"))[None, :]
             weight = tl.exp2(score - row_lse[:, None])
@@ -336,25 +349,22 @@ def _attention_dq_kernel(
                 weight_gradient = tl.where(keep, weight_gradient * keep_scale, 0.0)
             gradient = weight * (weight_gradient - row_delta[:, None])
             if LINE_GRADIENT:
+                side = tl.sum(gradient, axis=1)
+                all_sum += side
                 if near:
-                    key_position = tl.load(k_places + key, mask=there, other=2 * positions)
-                    column = (key_position + REACH)[None, :] - query_position[:, None]
-                    cell = band + band_row[:, None] + column
-                    inner = (column > 0) & (column < 2 * REACH)
-                    _add_to(cell, gradient, inner, INTERPRETED)
-                    left_sum += tl.sum(tl.where(column <= 0, gradient, 0.0), axis=1)
-                    right_sum += tl.sum(tl.where(column >= 2 * REACH, gradient, 0.0), axis=1)
+                    key_position = tl.load(k_places + key, mask=there, other=2 * positions)  # again: to free registers
+                    cell = key_position[None, :] - (query_position - (REACH - 1))[:, None]  # 0: the first of the inner
+                    _add_to(row_band - query_position, key_position, gradient, cell, 2 * REACH - 1, INTERPRETED)
+                    left_sum += tl.sum(tl.where(cell < 0, gradient, 0.0), axis=1)
                 else:
-                    side = tl.sum(gradient, axis=1)
                     left_sum += tl.where(start < begin, side, 0.0)
-                    right_sum += tl.where(start < begin, 0.0, side)
             acc = _dot(gradient.to(k_tile.dtype), k_tile, acc, INTERPRETED)
         _store_rows(grad_q + at, acc * (scale * LN2), row, heads * DIM, q_length, DIM, BLOCK_D)
         if LINE_GRADIENT:
             tl.debug_barrier()  # the next tile adds to cells that other threads wrote
-    if LINE_GRADIENT:
-        tl.store(band + band_row, left_sum)
-        tl.store(band + band_row + 2 * REACH, right_sum)
+    if LINE_GRADIENT:  # the right end's gradient is what is missing from the sum: attention_bwd adds it
+        tl.store(row_band - REACH, left_sum)
+        tl.store(row_band + REACH, all_sum)
 
 
 @triton.jit(do_not_specialize=["q_tokens", "place", "threshold", "positions"])
@@ -422,6 +432,7 @@ def _attention_dkv_kernel(
         line += head * 3 * positions
         q_positions += q_start
         k_positions += k_start
+        row_line = line + (origin + tl.load(k_positions + key, mask=there, other=2 * positions))
         low, high = _extent(k_positions, first, k_length, BLOCK_N)
         begin, end = _near(q_positions, q_length, low, high, REACH, BLOCK_M)
         left = tl.load(line + origin - REACH)
@@ -438,12 +449,12 @@ def _attention_dkv_kernel(
             k_tile, tl.trans(q_tile), zero, INTERPRETED
         )  # transposed, so that no product transposes the weights
         if REACH:
+            query_position = tl.load(q_positions + row, mask=inside, other=0)
+            edge = tl.where(
+                there, tl.where(start < begin, right, left), float("-inf")
+            )  # earlier queries: keys to the right
             near = (start >= begin) & (start < end)
-            far = tl.where(start < begin, right, left)  # earlier queries see these keys to their right
-            query_position = tl.load(q_positions + tl.minimum(row, q_length - 1))
-            score = product * scale + _bias_tile(
-                near, line, far, there, query_position, key, k_positions, origin, True, INTERPRETED
-            )  # fmt: skip
+            score = product * scale + _bias_tile(near, row_line, query_position, edge[:, None], -1, INTERPRETED)
         else:
             score = product * scale + tl.where(there, 0.0, float("-inf"))[:, None]
         weight = tl.exp2(score - row_lse[None, :])
@@ -482,10 +493,10 @@ class Tiles:
 
 
 TILES = {
-    (80, 32): Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 8, 1), Tile(64, 32, 4, 2), 2),
+    (80, 32): Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 8, 1), Tile(64, 32, 4, 2), 1),
     (80, 64): Tiles(Tile(128, 64, 8, 3), Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), 2),
-    (80, 128): Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 1), Tile(64, 32, 8, 1), 1),
-    (90, 32): Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), 2),
+    (80, 128): Tiles(Tile(128, 32, 8, 2), Tile(32, 32, 4, 1), Tile(64, 32, 8, 1), 2),
+    (90, 32): Tiles(Tile(128, 64, 8, 3), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), 2),
     (90, 64): Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), 2),
     (90, 128): Tiles(Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(64, 16, 4, 2), 2),
 }
@@ -592,7 +603,14 @@ def attention_bwd(
                 grad_out, q, k, v, lse, delta, grad_k, grad_v, packed.dkv_tiles, *layout, tokens,
                 *strides, *numbers, **constants, **options,
             )  # fmt: skip
-    return grad_q, grad_k, grad_v, band.sum((1, 2)) if band is not None else None
+    return grad_q, grad_k, grad_v, _line_gradient(band) if band is not None else None
+
+
+def _line_gradient(band: Tensor) -> Tensor:
+    """(H, 2R+1) from the programs' bands (H, programs, M, 2R+1), whose last column holds the sum over all distances."""
+    line = band.sum((1, 2))
+    line[:, -1] -= line[:, :-1].sum(1)
+    return line
 
 
 def _by_columns(x: Tensor) -> Tensor:

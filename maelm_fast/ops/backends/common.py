@@ -55,5 +55,10 @@ def package_reasons(package: str, module: str, load: Callable[[], None], others:
     return [_broken[module]] if _broken[module] else []
 
 
+def dense_rows(*tensors: Tensor) -> list[Tensor]:
+    """The tensors, copied where the last dimension is not contiguous: these kernels refuse that."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
 _found: dict[str, bool] = {}
 _broken: dict[str, str] = {}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from maelm_fast.ops.backends.common import package_reasons, varlen_reasons
+from maelm_fast.ops.backends.common import dense_rows, package_reasons, varlen_reasons
 
 if TYPE_CHECKING:
     from maelm_fast.ops.attention import AttentionLayout, PositionBias
@@ -26,8 +26,9 @@ def attention(
     from flash_attn import flash_attn_varlen_func
 
     out: Tensor = flash_attn_varlen_func(
-        q, k, v, layout.queries.cu_seqlens, layout.keys.cu_seqlens, layout.queries.max_seqlen, layout.keys.max_seqlen,
-        dropout_p=0.0, softmax_scale=scale, deterministic=torch.are_deterministic_algorithms_enabled(),
+        *dense_rows(q, k, v), layout.queries.cu_seqlens, layout.keys.cu_seqlens, layout.queries.max_seqlen,
+        layout.keys.max_seqlen, dropout_p=0.0, softmax_scale=scale,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     return out
 

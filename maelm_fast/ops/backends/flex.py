@@ -15,7 +15,7 @@ from torch import Tensor
 
 from maelm_fast.batch import Layout
 from maelm_fast.ops import dispatch
-from maelm_fast.ops.backends.common import DROPOUT
+from maelm_fast.ops.backends.common import DROPOUT, dense_rows
 
 if TYPE_CHECKING:
     from maelm_fast.ops.attention import AttentionLayout, PositionBias
@@ -55,7 +55,7 @@ def attention(
     traced = q.device.type != "cuda" or torch.compiler.is_compiling()
     run: Any = flex_attention if traced else _compiled(flex_attention)
     modification = None if bias is None else _score_mod(bias, layout)
-    batch = (x.transpose(0, 1)[None] for x in (q, k, v))  # (1, heads, tokens, head_dim)
+    batch = (x.transpose(0, 1)[None] for x in dense_rows(q, k, v))  # (1, heads, tokens, head_dim)
     out: Tensor = run(*batch, score_mod=modification, block_mask=layout.block_mask, scale=scale)
     return out[0].transpose(0, 1)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from maelm_fast.ops.backends.common import varlen_reasons
+from maelm_fast.ops.backends.common import dense_rows, varlen_reasons
 
 if TYPE_CHECKING:
     from maelm_fast.ops.attention import AttentionLayout, PositionBias
@@ -32,7 +32,7 @@ def attention(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # it refuses what flash-attn copies
+    q, k, v = dense_rows(q, k, v)
     out = varlen_attn(
         q, k, v, layout.queries.cu_seqlens, layout.keys.cu_seqlens, layout.queries.max_seqlen, layout.keys.max_seqlen,
         scale=scale,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from maelm_fast.batch import Layout
-from maelm_fast.ops.backends.common import package_reasons, varlen_reasons
+from maelm_fast.ops.backends.common import dense_rows, package_reasons, varlen_reasons
 
 if TYPE_CHECKING:
     from maelm_fast.ops.attention import AttentionLayout, PositionBias
@@ -34,7 +34,8 @@ def attention(
 ) -> Tensor:
     from xformers.ops import memory_efficient_attention
 
-    out: Tensor = memory_efficient_attention(q[None], k[None], v[None], attn_bias=layout.block_diagonal, scale=scale)
+    batch = (x[None] for x in dense_rows(q, k, v))  # (1, tokens, heads, head_dim)
+    out: Tensor = memory_efficient_attention(*batch, attn_bias=layout.block_diagonal, scale=scale)
     return out[0]
 
 
