@@ -5,13 +5,14 @@ STAMP := .venv/installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOURCES := $(wildcard csrc/*/*)
 
-.PHONY: help setup demo test lint types budget unit test-slow gpu bench clean
+.PHONY: help setup demo test lint types budget unit test-slow gpu gpu-list bench clean
 
 help:
 	@echo "make demo       pretrain a small encoder on text found on this machine, and look at it (a few minutes)"
 	@echo "make test       lint, types, the kernels compiled for sm_80 and sm_90, and the tests"
 	@echo "make lint | types | budget | unit | test-slow | bench | clean"
 	@echo "make gpu        the extension built in place, GPU tests and benchmarks, with the Python in PYTHON and nothing installed"
+	@echo "make gpu-list   what make gpu would run, with every case of the attention benchmark"
 
 setup: $(STAMP)
 
@@ -53,7 +54,12 @@ gpu:
 	MAELM_BUILD_EXT=auto $(PYTHON) setup.py --quiet build_ext --inplace
 	PYTHONPATH=. $(PYTHON) -m pytest -rs -m "not slow" tests/test_gpu.py tests/ops
 	PYTHONPATH=. $(PYTHON) -m benchmarks.ops --device cuda --dtype bf16 --sequences 256 --out benchmarks/results/ops_cuda.jsonl
+	PYTHONPATH=. $(PYTHON) -m benchmarks.attention --device cuda --out benchmarks/results/attention_cuda.jsonl
 	PYTHONPATH=. $(PYTHON) -m benchmarks.train_step --peers hf --batch 32 --out benchmarks/results/train_step_cuda.jsonl
+
+gpu-list:
+	@$(MAKE) --no-print-directory --dry-run gpu
+	@PYTHONPATH=. $(PYTHON) -m benchmarks.attention --device cuda --list
 
 clean:
 	rm -rf .venv build dist *.egg-info demo-run maelm_fast/*.so

@@ -1,4 +1,5 @@
-"""What the benchmarks share: quartiles, the machine a row was measured on, result files that are only appended to."""
+"""What the benchmarks share: distance of results, timing in turns, quartiles, the machine a row was measured on, result
+files that are only appended to."""
 
 from __future__ import annotations
 
@@ -7,12 +8,60 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
+GATE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}  # relative L2 distance from plain PyTorch
+TURN_SECONDS = 0.03  # a turn repeats its call until it takes at least this long
+FLUSH_BYTES = 256 << 20  # several times any L2 cache
+Call = Callable[[], Any]
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm().div(b.double().norm().clamp(min=1e-30)).item())
+
+
+def timed(call: Call, device: str) -> float:
+    """Seconds per call, over as many calls as make a turn."""
+    if device == "cuda":
+        return _timed_cuda(call)
+    count, seconds = 0, 0.0
+    while seconds < TURN_SECONDS:
+        began = time.perf_counter()
+        call()
+        seconds += time.perf_counter() - began
+        count += 1
+    return seconds / count
+
+
+def _timed_cuda(call: Call, count: int = 5) -> float:
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    for start, end in events:
+        flush.zero_()
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return float(statistics.median(start.elapsed_time(end) for start, end in events)) / 1000
+
+
+def turns(calls: Sequence[Call], device: str, rounds: int) -> list[list[float]]:
+    """Seconds of each call in each round, the calls taking turns."""
+    for call in calls:
+        for _ in range(3):
+            call()
+    taken: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for seconds, call in zip(taken, calls, strict=True):
+            seconds.append(timed(call, device))
+    return taken
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.measure import append_rows, environment, quartiles
+from benchmarks.measure import GATE, Call, append_rows, distance, environment, quartiles, turns
 from benchmarks.registry import ENTRIES, Entry, Inputs, Setting
 from maelm_fast import native
 from maelm_fast.config import MaskingConfig
@@ -37,10 +36,6 @@ from maelm_fast.data.packing import best_fit, best_fit_numpy
 from maelm_fast.ops import dispatch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-GATE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}  # relative L2 distance from plain PyTorch
-TURN_SECONDS = 0.03  # a turn repeats its call until it takes at least this long
-FLUSH_BYTES = 256 << 20  # several times any L2 cache
-Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -120,51 +115,10 @@ def gate(entry: Entry, setting: Setting) -> float:
         wanted = [leaves[k] for k in entry.gradients]
         grads = torch.autograd.grad(out, wanted, torch.randn_like(out)) if wanted else ()
         results.append([out, *grads])
-    distances = [_distance(a, b) for a, b in zip(*results, strict=True)]
+    distances = [distance(a, b) for a, b in zip(*results, strict=True)]
     if not max(distances) <= GATE[setting.dtype]:  # NaN fails too
         raise SystemExit(f"gate: {entry.name} differs from plain PyTorch by {max(distances):.2g}; nothing is timed")
     return max(distances)
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).norm().div(b.double().norm().clamp(min=1e-30)).item())
-
-
-def timed(call: Call, device: str) -> float:
-    """Seconds per call, over as many calls as make a turn."""
-    if device == "cuda":
-        return _timed_cuda(call)
-    count, seconds = 0, 0.0
-    while seconds < TURN_SECONDS:
-        began = time.perf_counter()
-        call()
-        seconds += time.perf_counter() - began
-        count += 1
-    return seconds / count
-
-
-def _timed_cuda(call: Call, count: int = 5) -> float:
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-    for start, end in events:
-        flush.zero_()
-        start.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return float(statistics.median(start.elapsed_time(end) for start, end in events)) / 1000
-
-
-def turns(calls: Sequence[Call], device: str, rounds: int) -> list[list[float]]:
-    """Seconds of each call in each round, the calls taking turns."""
-    for call in calls:
-        for _ in range(3):
-            call()
-    taken: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        for seconds, call in zip(taken, calls, strict=True):
-            seconds.append(timed(call, device))
-    return taken
 
 
 def copy_bandwidth(device: str) -> float:
@@ -177,7 +131,7 @@ def copy_bandwidth(device: str) -> float:
 
 def op_rows(entry: Entry, setting: Setting, rounds: int, bandwidth: float) -> list[dict[str, Any]]:
     """One row per contestant and phase."""
-    distance = gate(entry, setting)
+    furthest = gate(entry, setting)
     them = contestants(entry, setting)
     rows = []
     for index, phase in enumerate(("forward", "forward+backward") if entry.gradients else ("forward",)):
@@ -188,7 +142,7 @@ def op_rows(entry: Entry, setting: Setting, rounds: int, bandwidth: float) -> li
             rows.append({
                 "op": entry.name, "phase": phase, "contestant": contestant.name, "backend": contestant.backend,
                 "dtype": str(setting.dtype).removeprefix("torch."), "sequences": setting.sequences,
-                "length": setting.length, "width": setting.width, "gate": float(f"{distance:.2g}"),
+                "length": setting.length, "width": setting.width, "gate": float(f"{furthest:.2g}"),
                 "ms": quartiles([1000 * s for s in seconds]),
                 "ratio": quartiles([b / s for b, s in zip(base, seconds, strict=True)]),
                 "copy_share": round(moved / statistics.median(seconds) / bandwidth, 3) if moved else None,

@@ -1,7 +1,7 @@
 """What is benchmarked, one entry an op: its inputs, its call, and the fewest bytes it can move.
 
-Inputs are those of a training step: S sequences of L tokens, `rate` of them masked, encoder dropout 0.1 (attention
-without). Tables and norm parameters are fp32, activations have the setting's dtype, as under autocast.
+Inputs are those of a training step: S sequences of L tokens, `rate` of them masked, encoder dropout 0.1. Tables and
+norm parameters are fp32, activations have the setting's dtype, as under autocast.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maelm_fast import ops
+from maelm_fast import ops, presets
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import MaskingConfig
 from maelm_fast.data.masking import Vocabulary, pack
+from maelm_fast.model.position_bias import RelativeBias
 from maelm_fast.ops import AttentionLayout, PositionBias
 
 DROPOUT = 0.1
@@ -188,15 +189,25 @@ def _pack_on_host(i: Inputs) -> Tensor:
     return packed.to(i["device"]).source
 
 
+def t5_line(positions: int, std: float, device: str) -> Tensor:
+    """(12, 2R+1): the bias by distance of the `base` preset, the table drawn from a normal distribution."""
+    bias = RelativeBias(presets.change(presets.get("base"), model={"max_positions": positions}).model, "t5")
+    torch.nn.init.normal_(bias.weight, std=std)
+    line: Tensor = bias().line
+    return line.detach().to(device)
+
+
 def _attention_inputs(s: Setting) -> Inputs:
     q, k, v = (s.activation(s.visible, s.heads, s.width // s.heads) for _ in range(3))
-    return {"q": q, "k": k, "v": v, "line": s.parameter(s.heads, 2 * s.length - 1),
-            "layout": AttentionLayout(s.batch().visible)}  # fmt: skip
+    return {"q": q, "k": k, "v": v, "line": t5_line(s.length, 0.02, s.device), "positions": s.length,
+            "layout": AttentionLayout(s.batch().visible), "seed": torch.tensor(7, device=s.device)}  # fmt: skip
 
 
 def _attention(i: Inputs, backend: str | None) -> Tensor:
-    """Without dropout: the backends draw in different groups, so the gate could not compare them."""
-    return ops.attention(i["q"], i["k"], i["v"], i["layout"], PositionBias(i["line"]), backend=backend)
+    return ops.attention(
+        i["q"], i["k"], i["v"], i["layout"], PositionBias(i["line"], i["positions"]), dropout_p=DROPOUT,
+        seed=i["seed"], place=1, backend=backend,
+    )  # fmt: skip
 
 
 ENTRIES = {

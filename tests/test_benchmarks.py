@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import peers, train_step
+from benchmarks import attention, peers, train_step
 from maelm_fast.model.maelm import MaeLm
 
 SETTINGS = train_step.Settings(batch=2, seq=64, dropout=0.0, bias=False, shape="tiny")
@@ -55,3 +55,48 @@ def test_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Ca
     assert rows["hf"]["mflop_per_token"] > rows["roberta_tiny"]["mflop_per_token"]
     assert all(row["tokens_per_s"]["q1"] <= row["tokens_per_s"]["median"] for row in rows.values())
     assert "roberta_tiny" in capsys.readouterr().out
+
+
+@pytest.fixture
+def small_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reach of 91 needs more positions than that."""
+    for name, case in {"kept": attention.Case(96, 0.85), "documents": attention.Case(128, None)}.items():
+        monkeypatch.setitem(attention.CASES, name, case)
+
+
+@pytest.mark.usefixtures("small_cases")
+def test_attention_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(attention.CONTESTANTS["cpu"], "flash-attn", "flash")
+    out = tmp_path / "rows.jsonl"
+    arguments = ["--device", "cpu", "--cases", "kept,documents", "--sequences", "3", "--rounds", "2"]
+    attention.main([*arguments, "--out", str(out)])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 2 * 4 * 3 * 3  # cases, with and without bias and dropout, phases, contestants
+    for row in rows:
+        reference = row["contestant"] == "reference"
+        assert (row["ratio"] == {"median": 1.0, "q1": 1.0, "q3": 1.0}) or not reference
+        compared = reference or (row["backend"] == "sdpa" and not row["dropout"])
+        assert row["from_ours"] < 1e-5 if compared else row["from_ours"] is None
+    assert {row["contestant"] for row in rows if row["bias"]} == {"ours", "reference", "sdpa, bias written out"}
+    assert capsys.readouterr().out.count("skipped: flash-attn: attention: backend 'flash' cannot run: ") == 8
+
+
+@pytest.mark.usefixtures("small_cases")
+def test_attention_is_not_timed_when_the_gate_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(attention.GATE, torch.float32, -1.0)
+    with pytest.raises(SystemExit, match="nothing is timed"):
+        attention.main(["--device", "cpu", "--cases", "kept", "--sequences", "2"])
+
+
+def test_attention_list_names_every_case_and_runs_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(attention, "measured", None)
+    assert attention.main(["--device", "cuda", "--list"]) == 0
+    listed = capsys.readouterr().out
+    for case in ("kept", "documents", "1024", "2048"):
+        for variant in ("no bias, dropout 0", "no bias, dropout 0.1", "bias, dropout 0", "bias, dropout 0.1"):
+            assert f"{case}, {variant}: " in listed
+    assert "256 x 435 of 512 positions, 111360 tokens" in listed
+    assert listed.count("flash-attn (flash)") == listed.count("flex (flex)") == 16
+    assert "sdpa, bias written out (sdpa, 59.6 GB: skipped)" in listed

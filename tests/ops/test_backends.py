@@ -32,6 +32,8 @@ ALTERNATIVES = {
 }
 # These refuse dropout and most run on a GPU only: tests/ops/test_attention_backends.py tests them.
 ELSEWHERE = {"attention": ("flash", "torch", "xformers", "flex")}
+FP32_KERNEL = dispatch.triton_installed() and DEVICE == "cpu"
+NO_FP32_KERNEL = "triton is not installed" if DEVICE == "cpu" else "on a GPU attention's kernel takes no fp32"
 SWAPS = [(op, name) for op, names in ALTERNATIVES.items() for name in names]
 REFERENCE = BackendConfig(**dict.fromkeys(ALTERNATIVES, "reference"))
 
@@ -58,10 +60,34 @@ def test_an_op_and_its_reference_give_the_same_loss_and_gradients(op: str, name:
     """With dropout: all backends draw the same bits."""
     if name == "native" and not native.has(op, DEVICE):
         pytest.skip(native.why_not(DEVICE))
+    if (op, name) == ("attention", "triton") and not FP32_KERNEL:
+        pytest.skip(NO_FP32_KERNEL)
     expected = loss_and_gradients(REFERENCE)
     actual = loss_and_gradients(dataclasses.replace(REFERENCE, **{op: name}))  # type: ignore[arg-type]
     for mine, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-4, atol=2e-4 * float(theirs.abs().max().clamp(max=1.0)))
+
+
+@pytest.mark.skipif(not FP32_KERNEL, reason=NO_FP32_KERNEL)
+def test_a_toy_model_trains_the_same_with_the_attention_kernel() -> None:
+    """Loss after loss, the bias table's updates among what makes them, with dropout."""
+
+    def losses(backend: str) -> list[float]:
+        model, batch = model_and_batch()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        history = []
+        for step in range(4):
+            with ops.backends(REFERENCE, attention=backend):
+                loss, _ = model(batch, dropout_seed=step)
+                (loss / batch.counts.masked).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            history.append(loss.item() / batch.counts.masked)
+        return history
+
+    ours, plain = losses("triton"), losses("reference")
+    assert plain[-1] < plain[0] - 0.1
+    assert ours == pytest.approx(plain, rel=1e-4)
 
 
 def test_every_op_has_a_backend_setting_and_every_backend_is_tested() -> None:
