@@ -45,4 +45,26 @@ class Mask {
   std::vector<uint8_t> bytes_;
 };
 
+// out[row] = dropout(layer_norm(what sources.read gives for row)), and the row's mean and rstd.
+template <class Sources>
+void write_norms(const Sources& sources, int64_t rows, int64_t width, double eps, const Tensor& weight,
+                 const Tensor& bias, const Dropout& dropout, const Tensor& out, const Tensor& mean, const Tensor& rstd) {
+  const Rows to(out);
+  const auto* w = static_cast<const float*>(weight.data_ptr());
+  const auto* b = static_cast<const float*>(bias.data_ptr());
+  auto* means = static_cast<float*>(mean.data_ptr());
+  auto* rstds = static_cast<float*>(rstd.data_ptr());
+  torch::stable::parallel_for(0, rows, kGrain, [&](int64_t begin, int64_t end) {
+    std::vector<float> x(width), first(width), second(width);
+    Mask mask(dropout, width);
+    for (int64_t row = begin; row < end; ++row) {
+      sources.read(x.data(), row, first.data(), second.data());
+      const Moments m = moments(x.data(), width, eps);
+      normalise(to, row, x.data(), m, w, b, mask.of(row), width);
+      means[row] = m.mean;
+      rstds[row] = m.rstd;
+    }
+  });
+}
+
 }  // namespace maelm

@@ -55,23 +55,7 @@ std::tuple<Tensor, Tensor, Tensor> embed_packed_native_fwd(Tensor ids, Tensor po
   require(is_float(out), kOp, ": dtype must be fp32, bf16 or fp16");
   Tensor mean = empty(token_table, {in.rows}, ScalarType::Float);
   Tensor rstd = empty(token_table, {in.rows}, ScalarType::Float);
-  const Sources sources(in);
-  const Rows to(out);
-  const auto* w = static_cast<const float*>(weight.data_ptr());
-  const auto* b = static_cast<const float*>(bias.data_ptr());
-  auto* means = static_cast<float*>(mean.data_ptr());
-  auto* rstds = static_cast<float*>(rstd.data_ptr());
-  torch::stable::parallel_for(0, in.rows, kGrain, [&](int64_t begin, int64_t end) {
-    std::vector<float> x(width), first(width), second(width);
-    Mask mask(dropout, width);
-    for (int64_t row = begin; row < end; ++row) {
-      sources.read(x.data(), row, first.data(), second.data());
-      const Moments m = moments(x.data(), width, eps);
-      normalise(to, row, x.data(), m, w, b, mask.of(row), width);
-      means[row] = m.mean;
-      rstds[row] = m.rstd;
-    }
-  });
+  write_norms(Sources(in), in.rows, width, eps, weight, bias, dropout, out, mean, rstd);
   return {out, mean, rstd};
 }
 

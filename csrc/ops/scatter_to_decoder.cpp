@@ -3,6 +3,7 @@
 
 #include <tuple>
 
+#include "dropout.h"
 #include "rows.h"
 
 namespace maelm {
@@ -63,22 +64,7 @@ std::tuple<Tensor, Tensor, Tensor> scatter_to_decoder_native_fwd(Tensor encoder_
   Tensor out = empty(encoder_out, {in.slots, width}, encoder_out.scalar_type());
   Tensor mean = empty(encoder_out, {in.slots}, ScalarType::Float);
   Tensor rstd = empty(encoder_out, {in.slots}, ScalarType::Float);
-  const Sources sources(in);
-  const Rows to(out);
-  const auto* w = static_cast<const float*>(weight.data_ptr());
-  const auto* b = static_cast<const float*>(bias.data_ptr());
-  auto* means = static_cast<float*>(mean.data_ptr());
-  auto* rstds = static_cast<float*>(rstd.data_ptr());
-  torch::stable::parallel_for(0, in.slots, kGrain, [&](int64_t begin, int64_t end) {
-    std::vector<float> x(width), first(width), second(width);
-    for (int64_t slot = begin; slot < end; ++slot) {
-      sources.read(x.data(), slot, first.data(), second.data());
-      const Moments m = moments(x.data(), width, eps);
-      normalise(to, slot, x.data(), m, w, b, {}, width);
-      means[slot] = m.mean;
-      rstds[slot] = m.rstd;
-    }
-  });
+  write_norms(Sources(in), in.slots, width, eps, weight, bias, Dropout(0.0, std::nullopt, 0, kOp), out, mean, rstd);
   return {out, mean, rstd};
 }
 

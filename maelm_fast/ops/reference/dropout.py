@@ -19,13 +19,11 @@ import torch
 from torch import Tensor
 
 from maelm_fast.errors import UserError
+from maelm_fast.ops.reference.philox import philox
 
 ROUNDS = 7
 _LANES = 8  # columns a block
 _CHUNK = 1 << 14  # blocks at a time: the integer arithmetic stays in the cache
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_LOW = 0xFFFFFFFF
 
 
 def keep_mask(shape: Sequence[int], p: float, seed: Tensor, place: int = 0, dtype: torch.dtype = torch.bool) -> Tensor:
@@ -57,14 +55,13 @@ def _keep(rows: Tensor, columns: int, p: float, seed: Tensor, place: int, part: 
     """(R, columns), the rows numbered `rows` (R,)."""
     blocks = -(-columns // _LANES)
     seed = seed.reshape(())
-    key = (seed & _LOW, (seed >> 32) & _LOW)
     out = torch.empty(len(rows), columns, dtype=dtype, device=seed.device)
     step = max(1, _CHUNK // max(1, blocks))
     column = torch.arange(blocks, device=seed.device)
     for start in range(0, len(rows), step):
         row = rows[start : start + step].long()[:, None]
-        counter = (column.expand(len(row), -1), row.expand(-1, blocks), torch.full_like(column, place), part)
-        words = torch.stack(_philox(counter, key), dim=-1).to(torch.uint32)  # (rows, blocks, 4)
+        counter = (column, row, torch.full_like(column, place), torch.full_like(column, part))
+        words = philox(counter, seed, ROUNDS).to(torch.uint32)  # (rows, blocks, 4)
         halves = words.view(torch.uint16).to(torch.int32).reshape(len(row), -1)[:, :columns]
         out[start : start + step] = halves >= threshold(p)
     return out
@@ -73,22 +70,6 @@ def _keep(rows: Tensor, columns: int, p: float, seed: Tensor, place: int, part: 
 def threshold(p: float) -> int:
     """A 16-bit half below this drops its element."""
     return round(p * 65536)
-
-
-def _philox(counter: tuple[Tensor, Tensor, Tensor, int], key: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Four int64 tensors of 32-bit words. A product of two words may wrap the sign; its halves are masked out of it."""
-    c0, c1, c2, c3 = counter[0], counter[1], counter[2], torch.full_like(counter[2], counter[3])
-    k0, k1 = key
-    for _ in range(ROUNDS):
-        high, low = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            (low >> 32) & _LOW ^ c1 ^ k0,
-            low & _LOW,
-            (high >> 32) & _LOW ^ c3 ^ k1,
-            high & _LOW,
-        )
-        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
-    return list(torch.broadcast_tensors(c0, c1, c2, c3))
 
 
 def dropout(x: Tensor, p: float, seed: Tensor | None, place: int = 0) -> Tensor:

@@ -18,16 +18,14 @@ from torch import Tensor
 
 from maelm_fast.batch import PackedBatch, cumulative
 from maelm_fast.config import MaskingConfig, require
+from maelm_fast.ops.reference.philox import LOW, philox
 from maelm_fast.philox import ROUNDS, Stream, philox4x32
 
-LOW = 0xFFFFFFFF
 NEVER = 1 << 32  # larger than any word: a position that cannot be masked
 MASK_BELOW, RANDOM_BELOW = (
     math.ceil(0.8 * 2**32),
     math.ceil(0.9 * 2**32),
 )  # words: 80% [MASK], 10% random, 10% as it was
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
 
 Keys = Tensor | Sequence[int] | int
 
@@ -176,16 +174,11 @@ def device_counts(maskable: Tensor, addends: Tensor, rate: float) -> Tensor:
 
 def position_words(length: int, key: tuple[Tensor, Tensor], stream: Stream, seed: int) -> Tensor:
     """(S, length) int64, a 32-bit word per position: word p is word p % 4 of block p // 4. key: samples and epochs,
-    both (S, 1). A product of two words may wrap the sign; its halves are masked out of it."""
+    both (S, 1)."""
     sample, epoch = key
     block = torch.arange(-(-length // 4), device=sample.device).expand(sample.shape[0], -1)
-    c0, c1, c2, c3 = block, sample.expand_as(block), epoch.expand_as(block), torch.full_like(block, int(stream))
-    k0, k1 = seed & LOW, (seed >> 32) & LOW
-    for _ in range(ROUNDS):
-        high, low = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (low >> 32) & LOW ^ c1 ^ k0, low & LOW, (high >> 32) & LOW ^ c3 ^ k1, high & LOW
-        k0, k1 = (k0 + _WEYL[0]) & LOW, (k1 + _WEYL[1]) & LOW
-    return torch.stack((c0, c1, c2, c3), dim=-1).flatten(1)[:, :length]
+    counter = (block, sample.expand_as(block), epoch.expand_as(block), torch.full_like(block, int(stream)))
+    return philox(counter, seed, ROUNDS).flatten(1)[:, :length]
 
 
 def _compact(values: Tensor, keep: Tensor, total: int) -> Tensor:
