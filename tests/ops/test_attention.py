@@ -168,14 +168,25 @@ def test_dropout_is_seeded_and_scaled(bias: bool, lengths: list[int]) -> None:
     assert abs(float(many.mean()) - 1.0) < 4 * float(many.std()) / 60**0.5 + 1e-3
 
 
-def test_dropout_gradient_is_that_of_the_same_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["grouped", "reference"])
+def test_dropout_gradient_is_that_of_the_same_mask(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """float64 gradcheck with dropout on, over several chunks."""
     monkeypatch.setattr(grouped, "_CHUNK_BYTES", 4 * HEADS * 5 * 5)
     layout = gapped([5] * 3)
-    tensors = [t.requires_grad_() for t in inputs(layout, layout)]
+    q, k, v, line = inputs(layout, layout)
+    tensors = [t.requires_grad_() for t in (q, k, v, line[:, :13].clone())]  # a reach of 6: distances beyond it too
 
     def function(q: Tensor, k: Tensor, v: Tensor, line: Tensor) -> Tensor:
-        return attention(q, k, v, AttentionLayout(layout), PositionBias(line), dropout_p=0.25, seed=torch.tensor(5))
+        return attention(
+            q,
+            k,
+            v,
+            AttentionLayout(layout),
+            PositionBias(line, POSITIONS),
+            dropout_p=0.25,
+            seed=torch.tensor(5),
+            backend=backend,
+        )
 
     assert torch.autograd.gradcheck(function, tensors)
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from maelm_fast import ops
-from maelm_fast.ops.reference.dropout import keep_mask
+from maelm_fast.ops.reference.dropout import keep_mask, keep_weights
 
 WIDTH = 12
 
@@ -114,9 +114,13 @@ def test_padding_rows_never_win() -> None:
     assert ops.masked_logits(hidden, tied, bias, 50).shape == (5, 50)
 
 
+@pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("p", [0.1, 0.5])
-def test_keep_mask_rate(p: float) -> None:
-    keep = keep_mask((1000, 1001), p, torch.tensor(3))
+def test_keep_mask_rate(p: float, weights: bool) -> None:
+    if weights:
+        keep = keep_weights(torch.arange(250), 4, 1001, p, torch.tensor(3)).view(1000, 1001)
+    else:
+        keep = keep_mask((1000, 1001), p, torch.tensor(3))
     assert float(keep.double().mean()) == pytest.approx(1 - p, abs=5 * (p * (1 - p) / 1e6) ** 0.5 + 2**-16)
     columns = keep.double().mean(0)
     assert float(columns.std()) == pytest.approx((p * (1 - p) / 1000) ** 0.5, rel=0.15)
