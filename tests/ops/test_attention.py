@@ -171,8 +171,8 @@ def test_dropout_is_seeded_and_scaled(bias: bool, lengths: list[int]) -> None:
 @pytest.mark.parametrize("backend", ["grouped", "reference"])
 def test_dropout_gradient_is_that_of_the_same_mask(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """float64 gradcheck with dropout on, over several chunks."""
-    monkeypatch.setattr(grouped, "_CHUNK_BYTES", 4 * HEADS * 5 * 5)
-    layout = gapped([5] * 3)
+    monkeypatch.setattr(grouped, "_CHUNK_BYTES", 4 * HEADS * 3 * 3)
+    layout = gapped([3] * 2)
     q, k, v, line = inputs(layout, layout)
     tensors = [t.requires_grad_() for t in (q, k, v, line[:, :13].clone())]  # a reach of 6: distances beyond it too
 
