@@ -5,12 +5,14 @@ STAMP := .venv/installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOURCES := $(wildcard csrc/*/*)
 
-.PHONY: help setup demo test lint types budget unit test-slow gpu gpu-list bench clean
+.PHONY: help setup demo test lint types budget unit test-slow gpu gpu-list bench bench-save bench-compare report clean
 
 help:
 	@echo "make demo       pretrain a small encoder on text found on this machine, and look at it (a few minutes)"
 	@echo "make test       lint, types, the kernels compiled for sm_80 and sm_90, and the tests"
 	@echo "make lint | types | budget | unit | test-slow | bench | clean"
+	@echo "make report     the tables of the READMEs, written from benchmarks/results/"
+	@echo "make bench-save | bench-compare   the ops and the host code now, and against what was saved"
 	@echo "make gpu        the extension built in place, GPU tests and benchmarks, with the Python in PYTHON and nothing installed"
 	@echo "make gpu-list   what make gpu would run, with every case of the attention benchmark"
 
@@ -40,7 +42,7 @@ budget: setup
 	$(BIN)/python -m benchmarks.kernel_budget
 
 unit: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
@@ -48,7 +50,16 @@ test-slow: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.ops --device cpu
-	$(BIN)/python -m benchmarks.train_step --peers hf
+	$(BIN)/python -m benchmarks.train_step
+
+report: setup
+	$(BIN)/python -m benchmarks.report --write
+
+bench-save: setup
+	$(BIN)/python -m pytest benchmarks/bench_ops.py --benchmark-save=baseline
+
+bench-compare: setup
+	$(BIN)/python -m pytest benchmarks/bench_ops.py --benchmark-compare --benchmark-compare-fail=median:10%
 
 # The machine's own packages, whatever they are: what is missing is skipped with its name.
 gpu:
@@ -56,11 +67,13 @@ gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -rs -m "not slow" tests/test_gpu.py tests/ops
 	PYTHONPATH=. $(PYTHON) -m benchmarks.ops --device cuda --dtype bf16 --sequences 256 --out benchmarks/results/ops_cuda.jsonl
 	PYTHONPATH=. $(PYTHON) -m benchmarks.attention --device cuda --out benchmarks/results/attention_cuda.jsonl
-	PYTHONPATH=. $(PYTHON) -m benchmarks.train_step --peers hf --batch 32 --out benchmarks/results/train_step_cuda.jsonl
+	PYTHONPATH=. $(PYTHON) -m benchmarks.roofline --measure --batch 256 --rounds 3 --out benchmarks/results/ceilings_cuda.jsonl
+	PYTHONPATH=. $(PYTHON) -m benchmarks.train_step --device cuda --batch 64 --rounds 3 --out benchmarks/results/train_step_cuda.jsonl
 
 gpu-list:
 	@$(MAKE) --no-print-directory --dry-run gpu
 	@PYTHONPATH=. $(PYTHON) -m benchmarks.attention --device cuda --list
+	@PYTHONPATH=. $(PYTHON) -m benchmarks.train_step --device cuda --batch 64 --list
 
 clean:
 	rm -rf .venv build dist *.egg-info demo-run maelm_fast/*.so

@@ -2,7 +2,8 @@
 
 The n smallest words are found by bisecting their 32-bit range: a threshold that exactly n words do not exceed will do,
 and of random words there is one after about log2(length) counts. Only if the words run into a tie is the range bisected
-to its end; the lower positions win it. The encoder's and the masked tokens' ranks come from one scan: two 16-bit
+to its end; the lower positions win it. Which of the masked tokens the encoder reads as [MASK], where it reads some, is
+the same search among them with a smaller n. The encoder's and the masked tokens' ranks come from one scan: two 16-bit
 counters in each lane. All arithmetic is on integers, so that the bits are those of maelm_fast/data/masking.py.
 
 Shapes: S sequences, N tokens in all, T of them in the encoder's row, M masked; BLOCK lanes, at least the longest
@@ -22,9 +23,11 @@ from maelm_fast.kernels.common import Variant
 
 LONGEST = 4096  # tokens of a sequence: what a program holds in registers; ranks must fit 16 bits
 ROUNDS = tl.constexpr(10)
-MASK, POLICY, REPLACEMENT = tl.constexpr(0), tl.constexpr(2), tl.constexpr(3)  # maelm_fast.philox.Stream
+# maelm_fast.philox.Stream
+MASK_STREAM, POLICY_STREAM, REPLACEMENT_STREAM = tl.constexpr(0), tl.constexpr(2), tl.constexpr(3)
 MASK_BELOW = tl.constexpr(math.ceil(0.8 * 2**32))  # a policy word below it: [MASK]
 RANDOM_BELOW = tl.constexpr(math.ceil(0.9 * 2**32))  # else, below this: a random token
+READ_BY_POLICY = {"mask": ("none", "some", "all"), "bert": ("none", "all"), "random": ("all",)}
 
 POINTERS = (
     *("ids", "starts", "cu_seqlens", "decoder_cu_seqlens", "masked_cu_seqlens", "samples", "epochs", "special"),
@@ -118,9 +121,9 @@ def _mask_and_pack_removed_kernel(
     if not SPECIAL_TOKENS:
         tokens = tl.load(ids + start + position, mask=valid, other=0).to(tl.int32)
         maskable = valid & ~_is_special(tokens, special, num_special)
-    words = _words(sample, epoch, seed_low, seed_high, MASK, BLOCK)
+    words = _words(sample, epoch, seed_low, seed_high, MASK_STREAM, BLOCK)
     masked = smallest(words, maskable, tl.load(numbers + sequence))
-    draw = _words(sample, epoch, seed_low, seed_high, POLICY, BLOCK)
+    draw = _words(sample, epoch, seed_low, seed_high, POLICY_STREAM, BLOCK)
     tl.store(removed + sequence, tl.sum((masked & (draw < MASK_BELOW)).to(tl.int32), 0))
 
 
@@ -145,8 +148,8 @@ def _mask_and_pack_fwd_kernel(
     num_special,  # int32
     num_ordinary,  # int32, tokens of the vocabulary that are not special
     SPECIAL_TOKENS: tl.constexpr,  # special tokens may be masked
-    BERT: tl.constexpr,  # of the masked tokens 80% [MASK], 10% random, 10% unchanged; else all [MASK]
-    SEES_MASK: tl.constexpr,  # [MASK] stays in the encoder's row
+    POLICY: tl.constexpr,  # masked tokens become: mask: [MASK]; bert: 80% that, 10% random; random: random
+    READ: tl.constexpr,  # which of [MASK] stay in the encoder's row: none, all, or some, by the length of the row
     BLOCK: tl.constexpr,
 ):
     sequence = tl.program_id(0)
@@ -164,26 +167,35 @@ def _mask_and_pack_fwd_kernel(
     maskable = valid
     if not SPECIAL_TOKENS:
         maskable = valid & ~_is_special(tokens, special, num_special)
-    masked = smallest(_words(sample, epoch, seed_low, seed_high, MASK, BLOCK), maskable, number)
+    words = _words(sample, epoch, seed_low, seed_high, MASK_STREAM, BLOCK)
+    masked = smallest(words, maskable, number)
     becomes_mask = masked
-    shown = tokens
-    if BERT:
-        draw = _words(sample, epoch, seed_low, seed_high, POLICY, BLOCK)
-        becomes_mask = masked & (draw < MASK_BELOW)
-        word = _words(sample, epoch, seed_low, seed_high, REPLACEMENT, BLOCK)
+    read = tokens
+    if POLICY != "mask":
+        random = masked
+        if POLICY == "bert":
+            draw = _words(sample, epoch, seed_low, seed_high, POLICY_STREAM, BLOCK)
+            becomes_mask = masked & (draw < MASK_BELOW)
+            random = masked & (draw >= MASK_BELOW) & (draw < RANDOM_BELOW)
+        word = _words(sample, epoch, seed_low, seed_high, REPLACEMENT_STREAM, BLOCK)
         pick = tl.umulhi(word, tl.zeros_like(word) + num_ordinary.to(tl.uint32)).to(tl.int32)
         for i in range(num_special):
             pick += (pick >= tl.load(special + i)).to(tl.int32)
-        shown = tl.where(masked & (draw >= MASK_BELOW) & (draw < RANDOM_BELOW), pick, tokens)
-    shown = tl.where(becomes_mask, mask_id, shown)
+        read = tl.where(random, pick, tokens)
+    if POLICY != "random":
+        read = tl.where(becomes_mask, mask_id, read)
     in_encoder = valid
-    if not SEES_MASK:
+    if READ == "none":
         in_encoder = valid & ~becomes_mask
+    if READ == "some":
+        visible = tl.load(cu_seqlens + sequence + 1) - first_visible
+        length = tl.load(decoder_cu_seqlens + sequence + 1) - start
+        in_encoder = valid & (~masked | smallest(words, masked, number - (length - visible)))
 
     here = in_encoder.to(tl.int32) | (masked.to(tl.int32) << 16)
     before = tl.cumsum(here, 0) - here
     row = first_visible + (before & 0xFFFF)
-    tl.store(visible_ids + row, shown, mask=in_encoder)
+    tl.store(visible_ids + row, read, mask=in_encoder)
     tl.store(visible_positions + row, position, mask=in_encoder)
     tl.store(source + slot, tl.where(in_encoder, row, -1), mask=valid)
     tl.store(decoder_positions + slot, position, mask=valid)
@@ -250,12 +262,13 @@ def mask_and_pack_fwd(
     vocab_size: int,
     mask_id: int,
     special_tokens: bool,
-    bert: bool,
-    sees_mask: bool,
+    policy: str,
+    read: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(visible_ids, visible_positions, source, decoder_positions, masked_index, labels) of a PackedBatch, all int32.
 
-    The three boundaries (S + 1,) hold the counts, so that num_visible, num_masked and longest follow from them."""
+    The three boundaries (S + 1,) hold the counts, so that num_visible, num_masked and longest follow from them. policy:
+    mask, bert or random. read: which of [MASK] the encoder reads: none, some (policy mask only) or all."""
     sizes = (num_visible, num_visible, ids.shape[0], ids.shape[0], num_masked, num_masked)
     outputs = tuple(torch.empty(size, dtype=torch.int32, device=ids.device) for size in sizes)
     if samples.shape[0]:
@@ -274,8 +287,8 @@ def mask_and_pack_fwd(
                 special.shape[0],
                 vocab_size - special.shape[0],
                 SPECIAL_TOKENS=special_tokens,
-                BERT=bert,
-                SEES_MASK=sees_mask,
+                POLICY=policy,
+                READ=read,
                 **launch(longest),
             )
     return outputs  # type: ignore[return-value]
@@ -301,16 +314,16 @@ def variants() -> list[Variant]:
         made.append(_variant(_mask_and_pack_maskable_kernel, longest))
         for special_tokens in (True, False):
             made.append(_variant(_mask_and_pack_removed_kernel, longest, SPECIAL_TOKENS=special_tokens))
-            for bert in (False, True):
-                for sees_mask in (False, True):
-                    flags = {"SPECIAL_TOKENS": special_tokens, "BERT": bert, "SEES_MASK": sees_mask}
+            for policy, reads in READ_BY_POLICY.items():
+                for read in reads:
+                    flags = {"SPECIAL_TOKENS": special_tokens, "POLICY": policy, "READ": read}
                     made.append(_variant(_mask_and_pack_fwd_kernel, longest, **flags))
     return made
 
 
-def _variant(kernel: triton.JITFunction, longest: int, **flags: bool) -> Variant:
-    constants = {**flags, **launch(longest)}
-    warps = constants.pop("num_warps")
+def _variant(kernel: triton.JITFunction, longest: int, **flags: bool | str) -> Variant:
+    block, warps = launch(longest).values()
+    constants = {**flags, "BLOCK": block}
     signature = {name: TYPES[name] for name in kernel.arg_names if name in TYPES}
     label = " ".join([kernel.__name__, f"longest={longest}", *(f"{name}={value}" for name, value in flags.items())])
     return Variant(label, kernel, signature, constants, num_warps=warps)

@@ -72,7 +72,7 @@ def layout_of(lengths: Sequence[int], positions: Tensor | None = None) -> Layout
 class PackedBatch:
     """S sequences, packed. All tensors are int32.
 
-    visible_ids        (T,) token ids that the encoder reads; [MASK] is among them only in standard MLM.
+    visible_ids        (T,) token ids that the encoder reads; in standard MLM, or if masking.shown > 0, with [MASK].
     visible_positions  (T,) their positions in the original sequences.
     cu_seqlens         (S+1,) boundaries of the sequences in the encoder's row.
     source             (N,) for each decoder slot the encoder row that fills it, or -1 for the [MASK] embedding.
@@ -118,13 +118,20 @@ class PackedBatch:
         """The masked tokens alone, as the queries of a last layer or of a cross-attention decoder."""
         return Layout(self.masked_cu_seqlens, self.decoder_positions[self.masked_index], self.masked_lengths)
 
+    @property
+    def original_ids(self) -> Tensor:
+        """(N,) the tokens before masking, put together from the visible ones and the labels."""
+        padded = torch.cat([self.visible_ids, self.visible_ids.new_zeros(1)])  # a source of -1 reads the last
+        return padded[self.source.long()].index_copy(0, self.masked_index.long(), self.labels)
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PackedBatch:
-        return self._map(Tensor.pin_memory)
+        return self.map(Tensor.pin_memory)
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> PackedBatch:
+    def map(self, function: Callable[[Tensor], Tensor]) -> PackedBatch:
+        """A batch of the function's results for each tensor."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in values.items():
             values[name] = function(value) if isinstance(value, Tensor) else value

@@ -1,8 +1,9 @@
 """Everything a run can be told, as frozen dataclasses, and nothing else: no torch, no parsing.
 
 ModelConfig, MaskingConfig, OptimConfig change the result (science); RuntimeConfig should change only speed and what is
-written when. Values are checked on construction: a wrong one raises UserError naming the field and the remedy.
-Defaults are the paper's `base` row; where the paper is silent the comment says whose choice it is.
+written when, MetricsConfig only what is measured. Values are checked on construction: a wrong one raises UserError
+naming the field and the remedy. Defaults are the paper's `base` row; where the paper is silent the comment says whose
+choice it is.
 """
 
 from __future__ import annotations
@@ -33,10 +34,23 @@ class ModelConfig:
     num_layers: int = 12
     num_heads: int = 12
     ffn_size: int = 3072
-    decoder: Literal["none", "self", "cross"] = "self"
-    """self: bidirectional self-attention over all slots (the paper's MAE-LM). cross: masked tokens attend to the
-    encoder's outputs only (Table 2, "cross-attention")."""
+    decoder: Literal["none", "self", "cross", "self_cross", "causal_cross"] = "self"
+    """self: bidirectional self-attention over all slots (the paper's MAE-LM). The others are Table 2's. cross: masked
+    tokens attend to the encoder's outputs only. self_cross: self, and in each layer cross-attention to the encoder's
+    outputs after it. causal_cross: as BART, every token is predicted from those before it and the encoder's outputs."""
     decoder_layers: int = 4
+    decoder_hidden_size: int | None = None
+    """Width of the decoder (Table 2: 512, 1024); None: hidden_size. Its feed-forward is wider or narrower in
+    proportion; a linear layer leads into it, and one in the head leads back to the token table's width."""
+    decoder_num_heads: int | None = None
+    """None: as many heads of the encoder's width as fit the decoder's, which for 512 are 8 of 64 (ours: the paper and
+    the released code are silent, and the 12 heads of base do not divide 512)."""
+    decoder_resets_mask: bool = False
+    """The decoder reads the [MASK] embedding at every masked place, also where the encoder had a token there (Table 2,
+    "enc. w. [MASK], dec. resets [MASK]")."""
+    positions: Literal["aligned", "misaligned"] = "aligned"
+    """Positions in the encoder, absolute and relative. aligned: of the original sequence, masked tokens leave gaps.
+    misaligned: 0, 1, 2, ... over the tokens that the encoder reads (Table 2). The decoder's are always aligned."""
     relative_bias: Literal["none", "t5", "released"] = "t5"
     """Bucket rule of the encoder's relative position bias. released: the ceil rule of the authors' code."""
     relative_buckets: int = 32
@@ -69,6 +83,7 @@ class ModelConfig:
             self.decoder != "none" or not self.decoder_relative_bias,
             "model.decoder_relative_bias is set but model.decoder is none: remove one of the two",
         )
+        self._check_decoder()
         if self.relative_bias != "none" or self.decoder_relative_bias:
             require(
                 self.relative_buckets >= 8 and self.relative_buckets % 4 == 0,
@@ -79,6 +94,42 @@ class ModelConfig:
                 f"model.relative_max_distance {self.relative_max_distance} must exceed a quarter of "
                 f"model.relative_buckets {self.relative_buckets}",
             )
+
+    def _check_decoder(self) -> None:
+        own = ("decoder_hidden_size", "decoder_num_heads")
+        for name in own:
+            value = getattr(self, name)
+            require(value is None or value > 0, f"model.{name} must be positive, not {value}")
+        if self.decoder == "none":
+            absent = dict.fromkeys(own) | {"decoder_resets_mask": False, "positions": "aligned"}
+            for name, default in absent.items():
+                require(
+                    getattr(self, name) == default,
+                    f"model.{name} is set but means nothing when model.decoder is none: remove one of the two",
+                )
+            return
+        require(
+            self.decoder != "causal_cross" or not self.decoder_resets_mask,
+            "model.decoder_resets_mask is set, but a causal_cross decoder reads tokens, not what the encoder made of "
+            "them: remove one of the two",
+        )
+        width, heads = self.decoder_hidden_size or self.hidden_size, self.decoder_num_heads
+        part = self.head_dim if heads is None else heads
+        kind = "the width of an encoder's head, so set model.decoder_num_heads" if heads is None else "the heads"
+        require(width % part == 0, f"model.decoder_hidden_size {width} is not a multiple of {part}, {kind}")
+
+    @property
+    def decoder_config(self) -> ModelConfig:
+        """What the decoder's blocks are built from: these fields with the decoder's width, heads and feed-forward."""
+        width = self.decoder_hidden_size or self.hidden_size
+        return dataclasses.replace(
+            self,
+            hidden_size=width,
+            num_heads=self.decoder_num_heads or width // self.head_dim,
+            ffn_size=width * self.ffn_size // self.hidden_size,
+            decoder_hidden_size=None,
+            decoder_num_heads=None,
+        )
 
     @property
     def table_size(self) -> int:
@@ -100,11 +151,21 @@ class MaskingConfig:
     (released code)."""
     special_tokens: bool = True
     """Whether <s> and </s> may be masked (they may in the released code)."""
-    policy: Literal["mask", "bert"] = "mask"
-    """mask: every masked token becomes [MASK]. bert: 80% [MASK], 10% a random token, 10% unchanged (Appendix E)."""
+    policy: Literal["mask", "bert", "random"] = "mask"
+    """mask: every masked token becomes [MASK]. bert: 80% [MASK], 10% a random token, 10% unchanged (Appendix E).
+    random: every masked token becomes a random one, which stays in the encoder's row (Table 2)."""
+    shown: float = 0.0
+    """Share of each sequence's masked tokens that the encoder reads as [MASK] (Fig. 4's delta): floor(shown * m + 0.5)
+    of m. 0: none, MAE-LM. Without a decoder all of them are read, whatever stands here."""
 
     def __post_init__(self) -> None:
         require(0.0 < self.rate < 1.0, f"masking.rate must lie between 0 and 1, not {self.rate}")
+        require(0.0 <= self.shown <= 1.0, f"masking.shown must lie in [0, 1], not {self.shown}")
+        require(
+            self.shown == 0.0 or self.policy == "mask",
+            f"masking.shown is {self.shown}, but with masking.policy {self.policy} the policy says what the encoder "
+            "reads: set masking.shown=0 or masking.policy=mask",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +230,9 @@ class RuntimeConfig:
     """Full sequences per forward pass on one rank; of shorter ones, as many as have no more tokens in all. Gradients
     accumulate over the update's batch."""
     backend: BackendConfig = field(default_factory=BackendConfig)
+    cuda_graph: bool = False
+    """Record an update as a CUDA graph and replay it: for small models, where launching kernels takes longer than
+    running them. Needs samples of one length, a fixed mask count and a GPU."""
     workers: int = 0
     """Loader processes. The batches are the same for every number."""
     log_every: int = 10
@@ -191,6 +255,17 @@ class RuntimeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """What is measured of the model as it trains, beside its loss. Changes nothing else."""
+
+    rank_every: int = 1000
+    """Updates between measurements of the representations' effective rank (analysis/live.py); 0 is never."""
+
+    def __post_init__(self) -> None:
+        require(self.rank_every >= 0, f"metrics.rank_every must not be negative (0 is never), not {self.rank_every}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One pretraining run."""
 
@@ -198,11 +273,20 @@ class RunConfig:
     masking: MaskingConfig = field(default_factory=MaskingConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     seed: int = 0
     """Initialisation, sample order, masks and dropout all follow from it."""
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**63, f"seed must lie in [0, 2**63), not {self.seed}")
+        require(
+            self.model.decoder != "none" or self.masking.shown == 0.0,
+            f"masking.shown is {self.masking.shown}, but without a decoder the encoder reads every [MASK]: remove it",
+        )
+        require(
+            not self.model.decoder_resets_mask or self.masking.shown > 0.0 or self.masking.policy != "mask",
+            "model.decoder_resets_mask changes nothing where the encoder reads no masked token: set masking.shown too",
+        )
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -215,16 +299,15 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict(cls: type, data: dict[str, Any], path: str = "") -> Any:
-    """The inverse of to_dict. Raises UserError on a missing or an unknown key."""
+    """The inverse of to_dict; a key that is missing, as in the file of an older version, has its default. Raises
+    UserError on an unknown key."""
     known = {f.name: f for f in dataclasses.fields(cls)}
     require(isinstance(data, dict), f"config: {path or 'the file'} must be a mapping")
     for key in data:
         require(key in known, f"config: unknown key '{path}{key}'; known: {', '.join(known)}")
     values = {}
-    for name in known:
-        require(name in data, f"config: key '{path}{name}' is missing")
+    for name, value in data.items():
         sub = SECTIONS.get((cls, name))
-        value = data[name]
         values[name] = (
             from_dict(sub, value, f"{path}{name}.") if sub else tuple(value) if isinstance(value, list) else value
         )
@@ -236,5 +319,6 @@ SECTIONS: dict[tuple[type, str], type] = {
     (RunConfig, "masking"): MaskingConfig,
     (RunConfig, "optim"): OptimConfig,
     (RunConfig, "runtime"): RuntimeConfig,
+    (RunConfig, "metrics"): MetricsConfig,
     (RuntimeConfig, "backend"): BackendConfig,
 }

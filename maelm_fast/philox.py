@@ -25,7 +25,7 @@ class Stream(IntEnum):
     MASK = 0  # which positions are masked
     ROUNDING = 1  # how many, with stochastic rounding
     POLICY = 2  # what stands in their place, with the BERT policy
-    REPLACEMENT = 3  # the random token that does
+    REPLACEMENT = 3  # the random token that does, for the random policy too
     ORDER = 4  # sample order
 
 

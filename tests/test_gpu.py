@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from maelm_fast import presets
 from maelm_fast.batch import PackedBatch
 from maelm_fast.data.masking import Vocabulary, pack
 from maelm_fast.model.maelm import MaeLm
+from maelm_fast.training.optim import build_optimizer
+from maelm_fast.training.step import GraphedStep, TrainStep
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,14 +24,16 @@ pytestmark = [
 PRESETS = ["tiny", "tiny_cross", "roberta_tiny"]
 
 
-def model_and_batch(name: str, lengths: list[int]) -> tuple[MaeLm, PackedBatch]:
+def model_and_batch(name: str, lengths: list[int], first: int = 0) -> tuple[MaeLm, PackedBatch]:
     run = presets.change(presets.get(name), model={"dropout": 0.1})
     torch.manual_seed(0)
     model = MaeLm(run.model)
-    rows = [np.random.default_rng(i).integers(4, 1023, n) for i, n in enumerate(lengths)]
+    rows = [np.random.default_rng(i).integers(4, 1023, n) for i, n in enumerate(lengths, first)]
     vocabulary = Vocabulary(1024, 1023, (0, 1, 2, 3, 1023))
     n = len(rows)
-    return model, pack(rows, np.arange(n), np.zeros(n, int), run.masking, vocabulary, 0, model.encoder_sees_mask)
+    return model, pack(
+        rows, np.arange(first, first + n), np.zeros(n, int), run.masking, vocabulary, 0, model.encoder_sees_mask
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -62,20 +68,54 @@ def test_bf16_trains(name: str) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_a_run_on_the_gpu_goes_on_from_its_checkpoint(store: Path, tmp_path: Path) -> None:
+def updates(step: TrainStep | GraphedStep, count: int) -> Iterator[Tensor]:
+    for n in range(count):
+        batches = [model_and_batch("tiny", [64] * 8, first=8 * (2 * n + i))[1].to("cuda") for i in range(2)]
+        yield step(batches, torch.tensor([n, n + 100], device="cuda"), 1e-3).clone()
+
+
+def train_step(name: str = "tiny") -> TrainStep:
+    config, model = presets.get(name), model_and_batch(name, [64])[0].cuda().train()
+    return TrainStep(model, build_optimizer(model, config.optim), 1.0, "bf16")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_an_update_waits_for_nothing(name: str) -> None:
+    step = train_step(name)
+    batch = model_and_batch(name, [64] * 8)[1].to("cuda")
+    seeds = torch.tensor([1], device="cuda")
+    for _ in range(2):  # compiles kernels
+        step([batch], seeds, 1e-3)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        numbers = step([batch], seeds, 1e-3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert numbers.isfinite().all()
+
+
+def test_a_cuda_graph_computes_the_same_updates() -> None:
+    plain, graphed = list(updates(train_step(), 8)), list(updates(GraphedStep(train_step()), 8))
+    losses = [torch.stack(numbers)[:, 0] for numbers in (graphed, plain)]
+    torch.testing.assert_close(*losses, rtol=1e-3, atol=0)
+    assert len(set(losses[0].tolist())) == 8  # every replay had its own batch
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_a_run_on_the_gpu_goes_on_from_its_checkpoint(cuda_graph: bool, store: Path, tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     from maelm_fast.training.job import pretrain
     from maelm_fast.training.rundir import RunDir
 
     run = presets.change(
         presets.get("tiny"),
-        optim={"max_steps": 6, "warmup_steps": 2, "batch_size": 8},
-        runtime={"device": "cuda", "log_every": 1, "save_every": 3, "eval_samples": 32},
+        optim={"max_steps": 12, "warmup_steps": 2, "batch_size": 8},
+        runtime={"device": "cuda", "log_every": 1, "save_every": 6, "eval_samples": 32, "cuda_graph": cuda_graph},
     )
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     pretrain("tiny", run, str(store), str(whole))
     pretrain("tiny", run, str(store), str(cut))
-    last = RunDir(cut).checkpoint(6)
+    last = RunDir(cut).checkpoint(12)
     (last / "model.safetensors").write_bytes(b"damaged")
     pretrain("tiny", run, str(store), str(cut))
     losses = [[row["loss"] for row in RunDir(r).metrics() if row["kind"] == "train"] for r in (whole, cut)]

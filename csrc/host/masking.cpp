@@ -2,7 +2,8 @@
 //
 // The words of a sequence are drawn a block at a time in a loop that compiles to SIMD; clones of it for AVX2 were
 // measured to be no faster than the SSE2 that every x86-64 has. The `count` smallest words are found by a histogram of
-// their top eight bits: only the words in the bin where the count falls are compared, two or three of 512.
+// their top eight bits: only the words in the bin where the count falls are compared, two or three of 512. Which of the
+// masked tokens the encoder reads as [MASK] is the same question with a smaller count.
 
 #include "masking.h"
 
@@ -32,11 +33,11 @@ uint32_t draw_word(uint32_t sample, uint32_t epoch, Stream stream, uint64_t seed
   return philox4x32({{block, sample, epoch, static_cast<uint32_t>(stream)}}, seed).word[position % 4];
 }
 
-// Tokens to mask of `maskable`; never more, whatever the rounding of a rate next to 1.
-int64_t mask_count(int64_t maskable, double addend, double rate) {
+// floor(share * total + addend); never more than total, whatever the rounding of a share next to 1.
+int64_t share_of(int64_t total, double addend, double share) {
   // volatile: a product fused into the sum would be rounded once where NumPy rounds twice.
-  volatile double product = rate * static_cast<double>(maskable);
-  return std::min(static_cast<int64_t>(std::floor(product + addend)), maskable);
+  volatile double product = share * static_cast<double>(total);
+  return std::min(static_cast<int64_t>(std::floor(product + addend)), total);
 }
 
 // Reused from sequence to sequence.
@@ -59,12 +60,9 @@ int64_t find_maskable(const Token* ids, int64_t length, const std::vector<int64_
   return std::count(maskable, maskable + length, uint8_t{1});
 }
 
-// fates[p] = kMask where words[p] is one of the `count` smallest among the maskable positions, ties to the lower p.
-void mask_smallest(Scratch& scratch, int64_t length, int64_t count, uint8_t* __restrict fates) {
-  if (count == 0) {
-    std::fill_n(fates, length, static_cast<uint8_t>(kVisible));
-    return;
-  }
+// fates[p] = fate where words[p] is one of the `count` smallest among the maskable positions, ties to the lower p.
+void mark_smallest(Scratch& scratch, int64_t length, int64_t count, Fate fate, uint8_t* __restrict fates) {
+  if (count == 0) return;
   const uint32_t* words = scratch.words.data();
   const uint8_t* maskable = scratch.maskable.data();
   // The upper half of the bins takes the positions that cannot be masked: no branch.
@@ -79,32 +77,43 @@ void mask_smallest(Scratch& scratch, int64_t length, int64_t count, uint8_t* __r
   edge.clear();
   for (int64_t p = 0; p < length; ++p) {
     const uint32_t here = bin(p);
-    fates[p] = here < last ? kMask : kVisible;
+    fates[p] = here < last ? static_cast<uint8_t>(fate) : fates[p];
     if (here == last) edge.push_back(static_cast<uint64_t>(words[p]) << 32 | static_cast<uint64_t>(p));
   }
   const auto middle = edge.begin() + (count - before);
   std::nth_element(edge.begin(), middle - 1, edge.end());
-  for (auto chosen = edge.begin(); chosen != middle; ++chosen) fates[*chosen & 0xFFFFFFFF] = kMask;
+  for (auto chosen = edge.begin(); chosen != middle; ++chosen) fates[*chosen & 0xFFFFFFFF] = fate;
 }
 
-// The index-th token that is not special, counting from 0.
-int32_t ordinary_token(int64_t index, const std::vector<int64_t>& special) {
-  for (const int64_t id : special) index += index >= id;
-  return static_cast<int32_t>(index);
+// A token that is not special.
+int32_t ordinary_token(uint32_t word, const MaskingOptions& options) {
+  const auto ordinary = static_cast<uint64_t>(options.vocab_size) - options.special.size();
+  auto token = static_cast<int64_t>(word * ordinary >> 32);
+  for (const int64_t id : options.special) token += token >= id;
+  return static_cast<int32_t>(token);
 }
 
-// Turns some of a sequence's kMask into kUnchanged and kRandom. words: scratch for `length` words.
+// Turns some of a sequence's masked tokens into kUnchanged and kRandom. words: scratch for `length` words.
 void apply_bert_policy(uint32_t sample, uint32_t epoch, int64_t length, const MaskingOptions& options, uint32_t* words,
                        uint8_t* fates, std::vector<int32_t>& replacements) {
   draw_words(sample, epoch, Stream::kPolicy, options.seed, static_cast<uint32_t>((length + 3) / 4), words);
-  const auto ordinary = static_cast<uint64_t>(options.vocab_size) - options.special.size();
   for (int64_t p = 0; p < length; ++p) {
     if (fates[p] == kVisible || words[p] < kBertMask * kWords) continue;
     fates[p] = words[p] < kBertRandom * kWords ? kRandom : kUnchanged;
     if (fates[p] == kRandom) {
-      const uint64_t word = draw_word(sample, epoch, Stream::kReplacement, options.seed, p);
-      replacements.push_back(ordinary_token(static_cast<int64_t>(word * ordinary >> 32), options.special));
+      replacements.push_back(ordinary_token(draw_word(sample, epoch, Stream::kReplacement, options.seed, p), options));
     }
+  }
+}
+
+// Turns all of a sequence's masked tokens into kRandom. words: scratch for `length` words.
+void apply_random_policy(uint32_t sample, uint32_t epoch, int64_t length, const MaskingOptions& options,
+                         uint32_t* words, uint8_t* fates, std::vector<int32_t>& replacements) {
+  draw_words(sample, epoch, Stream::kReplacement, options.seed, static_cast<uint32_t>((length + 3) / 4), words);
+  for (int64_t p = 0; p < length; ++p) {
+    if (fates[p] == kVisible) continue;
+    fates[p] = kRandom;
+    replacements.push_back(ordinary_token(words[p], options));
   }
 }
 
@@ -136,18 +145,21 @@ Choice choose(const Sequences<Token>& sequences, const MaskingOptions& options) 
     }
     double addend = 0.5;
     if (options.stochastic) addend = draw_word(sample, epoch, Stream::kRounding, options.seed, 0) / kWords;
-    const int64_t count = mask_count(maskable, addend, options.rate);
+    const int64_t count = share_of(maskable, addend, options.rate);
+    const int64_t shown = options.encoder_sees_mask ? count : share_of(count, 0.5, options.shown);
+    std::fill_n(fates, length, static_cast<uint8_t>(kVisible));
     if (count > 0) {
       draw_words(sample, epoch, Stream::kMask, options.seed, static_cast<uint32_t>((length + 3) / 4),
                  scratch.words.data());
     }
-    mask_smallest(scratch, length, count, fates);
-    if (options.bert && count > 0) {
-      apply_bert_policy(sample, epoch, length, options, scratch.words.data(), fates, choice.replacements);
+    if (shown < count) mark_smallest(scratch, length, count, kRemoved, fates);
+    mark_smallest(scratch, length, shown, kMask, fates);
+    int64_t removed = count - shown;
+    if (options.policy != Policy::kMask && count > 0) {
+      const auto apply = options.policy == Policy::kBert ? apply_bert_policy : apply_random_policy;
+      apply(sample, epoch, length, options, scratch.words.data(), fates, choice.replacements);
+      removed = std::count(fates, fates + length, uint8_t{kRemoved});
     }
-    const int64_t removed = options.encoder_sees_mask ? 0
-                            : options.bert            ? std::count(fates, fates + length, uint8_t{kMask})
-                                                      : count;
     choice.visible[s] = static_cast<int32_t>(length - removed);
     choice.masked[s] = static_cast<int32_t>(count);
     choice.visible_tokens += length - removed;
@@ -164,7 +176,6 @@ void compact(const Sequences<Token>& sequences, const MaskingOptions& options, c
   const Token* ids = sequences.ids;
   const uint8_t* fates = choice.fates.data();
   const int32_t* replacement = choice.replacements.data();
-  const auto stays = [&](uint8_t fate) { return fate != kMask || options.encoder_sees_mask; };
   int32_t n = 0, t = 0, m = 0;
   out.cu_seqlens[0] = out.decoder_cu_seqlens[0] = out.masked_cu_seqlens[0] = 0;
   for (int64_t s = 0; s < sequences.count; ++s) {
@@ -174,9 +185,9 @@ void compact(const Sequences<Token>& sequences, const MaskingOptions& options, c
     // Every token is written, and the place moves on only behind those that stay: no branch to mispredict. The loops
     // end at the last token that stays, so that nothing is written behind the arrays' ends.
     int32_t end = length;
-    while (end > 0 && !stays(fates[end - 1])) out.source[n + --end] = -1;
+    while (end > 0 && fates[end - 1] == kRemoved) out.source[n + --end] = -1;
     for (int32_t p = 0; p < end; ++p) {
-      const bool here = stays(fates[p]);
+      const bool here = fates[p] != kRemoved;
       out.visible_ids[t] = fates[p] == kMask ? mask_id : static_cast<int32_t>(ids[p]);
       out.visible_positions[t] = p;
       out.source[n + p] = here ? t : -1;

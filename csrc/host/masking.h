@@ -12,15 +12,19 @@
 
 namespace maelm {
 
+// What the masked tokens become: kMask: [MASK]; kBert: 80% [MASK], 10% random, the rest unchanged; kRandom: random.
+enum class Policy { kMask, kBert, kRandom };
+
 struct MaskingOptions {
   double rate;
-  bool stochastic;         // how many: floor(rate * n + u), else floor(rate * n + 1/2)
-  bool special_tokens;     // whether special tokens may be masked
-  bool bert;               // 80% [MASK], 10% random, 10% unchanged, else all [MASK]
-  bool encoder_sees_mask;  // whether [MASK] stays in the encoder's row
+  bool stochastic;      // how many: floor(rate * n + u), else floor(rate * n + 1/2)
+  bool special_tokens;  // whether special tokens may be masked
+  Policy policy;
+  double shown;            // of m [MASK] floor(shown * m + 1/2) stay in the encoder's row; 0 unless the policy is kMask
+  bool encoder_sees_mask;  // all of them do, whatever the policy
   int64_t vocab_size;
   int64_t mask_id;
-  std::vector<int64_t> special;  // ascending, without repeats, in [0, vocab_size); not all of the vocabulary if bert
+  std::vector<int64_t> special;  // ascending, without repeats, in [0, vocab_size); all of it only with Policy::kMask
   uint64_t seed;
 };
 
@@ -34,8 +38,8 @@ struct Sequences {
   int64_t count;           // S
 };
 
-// What becomes of a token. All but kVisible are predicted.
-enum Fate : uint8_t { kVisible = 0, kMask = 1, kUnchanged = 2, kRandom = 3 };
+// What becomes of a token. All but kVisible are predicted; all but kRemoved have a place in the encoder's row.
+enum Fate : uint8_t { kVisible = 0, kRemoved = 1, kMask = 2, kUnchanged = 3, kRandom = 4 };
 
 struct Choice {
   std::vector<uint8_t> fates;         // (N,)

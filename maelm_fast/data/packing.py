@@ -1,10 +1,12 @@
-"""Whole documents into token budgets: best-fit-decreasing bin packing.
+"""Whole documents into token budgets: best-fit-decreasing bin packing, and its bins evened out.
 
-The C++ of csrc/host/packing.cpp does it where it was built; `best_fit_numpy` beside it is the reference, with the same
-result, and does it where it was not.
+The C++ of csrc/host/packing.cpp does it where it was built; `best_fit_numpy` and `spread_numpy` beside it are the
+references, with the same results, and do it where it was not.
 """
 
 from __future__ import annotations
+
+import heapq
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -23,20 +25,38 @@ def best_fit(lengths: ArrayLike, budget: int) -> tuple[NDArray[np.int32], int]:
     the bins one after another in their order.
 
     lengths: (I,) integers. Raises UserError if one of them is not positive or is over the budget."""
-    lengths = np.asarray(lengths)
-    if lengths.ndim != 1 or (lengths.size and lengths.dtype.kind not in "iu"):
-        raise ValueError("lengths must be one row of integers")
-    lengths = lengths.astype(np.int64)
-    require(0 < budget <= _LARGEST_BUDGET, f"a budget must lie between 1 and {_LARGEST_BUDGET} tokens, not {budget}")
-    if lengths.size:
-        shortest, longest = int(lengths.min()), int(lengths.max())
-        require(shortest > 0, f"cannot pack a sample of {shortest} tokens: every sample must have at least one")
-        require(longest <= budget, f"a sample of {longest} tokens is over the budget of {budget}: raise the budget")
+    lengths = _checked(lengths, budget)
     host = native.host()
     if host is None:
         return best_fit_numpy(lengths, budget)
     bins, opened = host.best_fit(lengths, budget)
     return bins, opened
+
+
+def spread(lengths: ArrayLike, budget: int) -> tuple[NDArray[np.int32], int]:
+    """Packs items into as many bins as `best_fit` needs, evenly full; takes, returns and raises what it does.
+
+    The longest item goes first (ties: the lower index), each into the emptiest bin (ties: the lowest bin number). Where
+    that would take a bin over the budget, which is where best fit fills them all anyway, its bins are returned."""
+    lengths = _checked(lengths, budget)
+    host = native.host()
+    if host is None:
+        return spread_numpy(lengths, budget)
+    bins, opened = host.spread(lengths, budget)
+    return bins, opened
+
+
+def _checked(lengths: ArrayLike, budget: int) -> NDArray[np.int64]:
+    lengths = np.asarray(lengths)
+    if lengths.ndim != 1 or (lengths.size and lengths.dtype.kind not in "iu"):
+        raise ValueError("lengths must be one row of integers")
+    lengths = lengths.astype(np.int64, copy=False)
+    require(0 < budget <= _LARGEST_BUDGET, f"a budget must lie between 1 and {_LARGEST_BUDGET} tokens, not {budget}")
+    if lengths.size:
+        shortest, longest = int(lengths.min()), int(lengths.max())
+        require(shortest > 0, f"cannot pack a sample of {shortest} tokens: every sample must have at least one")
+        require(longest <= budget, f"a sample of {longest} tokens is over the budget of {budget}: raise the budget")
+    return lengths
 
 
 def best_fit_numpy(lengths: NDArray[np.int64], budget: int) -> tuple[NDArray[np.int32], int]:
@@ -54,4 +74,19 @@ def best_fit_numpy(lengths: NDArray[np.int64], budget: int) -> tuple[NDArray[np.
             chosen, opened = opened, opened + 1
         left[chosen] -= length
         bins[item] = chosen
+    return bins, opened
+
+
+def spread_numpy(lengths: NDArray[np.int64], budget: int) -> tuple[NDArray[np.int32], int]:
+    """`spread` without its checks."""
+    best, opened = best_fit_numpy(lengths, budget)
+    bins = np.empty_like(best)
+    emptiest = [(0, bin_) for bin_ in range(opened)]  # a heap
+    for item in np.argsort(-lengths, kind="stable").tolist():
+        filled, bin_ = emptiest[0]
+        filled += int(lengths[item])
+        if filled > budget:
+            return best, opened
+        heapq.heapreplace(emptiest, (filled, bin_))
+        bins[item] = bin_
     return bins, opened

@@ -21,8 +21,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from maelm_fast import native
 from maelm_fast.config import require
 from maelm_fast.data.files import sync, written_aside
 from maelm_fast.data.tokenizer import load_tokenizer, token_dtype, tokenizer_hash
@@ -167,8 +169,40 @@ class TokenStore:
             raise IndexError(f"sample {index} of {len(self)}")
         batch = bisect.bisect_right(self._starts, index) - 1
         row = index - self._starts[batch]
-        offsets = self._offsets[batch]
-        return self._values[batch][offsets[row] : offsets[row + 1]]
+        first, end = self._offsets[batch][row : row + 2].tolist()
+        if not 0 <= first <= end <= len(self._values[batch]):
+            raise self._damaged(f"sample {index} has no valid offsets")
+        return self._values[batch][first:end]
+
+    def sample_lengths(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(S,) tokens of each of these samples, S ids in [0, len(self)). Raises UserError if the file is damaged."""
+        if self._native is None:
+            return np.array([len(self[i]) for i in samples.tolist()], dtype=np.int64)
+        try:
+            lengths: NDArray[np.int64] = self._native.lengths(samples)
+        except ValueError as error:
+            raise self._damaged(str(error)) from None
+        return lengths
+
+    def read(self, samples: NDArray[np.int64]) -> NDArray[np.generic]:
+        """(N,) the tokens of these samples, one after another, copied; ids and errors as for `sample_lengths`."""
+        if self._native is None:
+            rows = [self[i] for i in samples.tolist()]
+            return np.concatenate(rows or [np.empty(0, token_dtype(self.manifest.vocab_size))])
+        try:
+            tokens: NDArray[np.generic] = self._native.read(samples)
+        except ValueError as error:
+            raise self._damaged(str(error)) from None
+        return tokens
+
+    @cached_property
+    def _native(self) -> Any:
+        """The compiled reader; None where it was not built."""
+        host = native.host()
+        return None if host is None else host.Samples(list(zip(self._values, self._offsets, strict=True)))
+
+    def _damaged(self, what: str) -> UserError:
+        return UserError(f"{self.path} is damaged (split {self.split}: {what}): {REMEDY}")
 
     @cached_property
     def lengths(self) -> np.ndarray:

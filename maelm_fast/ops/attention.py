@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,22 +26,29 @@ class AttentionLayout:
     def __init__(self, queries: Layout, keys: Layout | None = None) -> None:
         self.queries = queries
         self.keys = queries if keys is None else keys
+        self._kept: dict[str, Any] = {}
         if len(self.queries.lengths) != len(self.keys.lengths):
             raise UserError(
                 f"attention: {len(self.queries.lengths)} query sequences but {len(self.keys.lengths)} key sequences"
             )
 
-    @functools.cached_property
+    @property
     def grouping(self) -> Grouping:
-        return Grouping(self.queries, self.keys)
+        return self._keep("grouping", lambda: Grouping(self.queries, self.keys))  # type: ignore[no-any-return]
 
-    @functools.cached_property
+    @property
     def block_mask(self) -> Any:
-        return flex.block_mask(self.queries, self.keys)
+        return self._keep("block_mask", lambda: flex.block_mask(self.queries, self.keys))
 
-    @functools.cached_property
+    @property
     def block_diagonal(self) -> Any:
-        return xformers.block_diagonal(self.queries, self.keys)
+        return self._keep("block_diagonal", lambda: xformers.block_diagonal(self.queries, self.keys))
+
+    def _keep(self, name: str, make: Callable[[], Any]) -> Any:
+        """functools.cached_property takes a lock on Python 3.11, which torch.compile cannot trace."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
 
 
 class PositionBias:

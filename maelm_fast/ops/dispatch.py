@@ -97,12 +97,10 @@ def interpreted() -> bool:
 
 
 def triton_installed() -> bool:
-    global _triton  # noqa: PLW0603
-    if _triton is None:
-        import importlib.util
+    import importlib.util
 
-        _triton = importlib.util.find_spec("triton") is not None
-    return _triton
+    return importlib.util.find_spec("triton") is not None
 
 
-_triton: bool | None = None
+# as in ops/registration.py
+triton_installed._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -35,7 +35,7 @@ def feed_forward(
     )
     if name == "reference":
         return reference.feed_forward(x, weight_in, bias_in, weight_out, bias_out)
-    if compute_dtype(x) != x.dtype:
+    if torch.is_autocast_enabled(x.device.type):  # the weights too when x is narrow already: the backward op has none
         x, weight_in, weight_out = (t.to(compute_dtype(x)) for t in (x, weight_in, weight_out))
     y: Tensor = _forward(x, weight_in, bias_in, weight_out, bias_out)[0]
     return y

@@ -51,7 +51,7 @@ def mask_and_pack(
     never waits and masking.count is "fixed".
 
     Raises UserError on ids of another dtype or shape, on lengths that do not sum to N, on keys out of range or on the
-    device, if the BERT policy has no token to draw from, and if the backend cannot run (host is the loader's)."""
+    device, if the policy has no random token to draw, and if the backend cannot run (host is the loader's)."""
     lengths = reference.check_lengths(ids, lengths)
     name = dispatch.pick(
         "mask_and_pack",
@@ -67,7 +67,7 @@ def mask_and_pack(
     epochs = reference.keys(epochs, count, "epochs")
     special = reference.special_ids(vocabulary, masking)
     addends = reference.count_addends(samples, epochs, masking, seed)
-    bert = masking.policy == "bert"
+    policy_removes = masking.policy == "bert" and not encoder_sees_mask
     seed = (seed + 2**63) % 2**64 - 2**63  # 64 bits, as an int64
     ids = ids.int().contiguous()
 
@@ -83,13 +83,14 @@ def mask_and_pack(
             seed,
             masking.rate,
             masking.special_tokens,
-            bert and not encoder_sees_mask,
+            policy_removes,
         ).tolist()
     else:
         counted = zip(lengths, addends, strict=True)
         masks = [reference.count_of(length, addend, masking.rate) for length, addend in counted]
-        removed = masks
-    visible = lengths if encoder_sees_mask else tuple(n - gone for n, gone in zip(lengths, removed, strict=True))
+    if not policy_removes:
+        removed = [reference.removed_of(count, masking, encoder_sees_mask) for count in masks]
+    visible = tuple(length - gone for length, gone in zip(lengths, removed, strict=True))
 
     rows = [_boundaries(visible), _boundaries(lengths), _boundaries(masks)]
     sent = _send([*rows, samples, epochs, special], ids.device)
@@ -103,8 +104,8 @@ def mask_and_pack(
         vocabulary.size,
         vocabulary.mask_id,
         masking.special_tokens,
-        bert,
-        encoder_sees_mask,
+        masking.policy,
+        _read(masking, encoder_sees_mask),
     )
     return PackedBatch(
         visible_ids=visible_ids,
@@ -136,7 +137,7 @@ def mask_and_pack_triton_counts(
     special_tokens: bool,
     policy_removes: bool,
 ) -> Tensor:
-    """(2, S) int32: the tokens to mask, and those of them that the encoder's row then lacks."""
+    """(2, S) int32: the tokens to mask, and those of them that the BERT policy removes (else the same again)."""
     from maelm_fast.kernels import mask_and_pack as kernels
 
     maskable = starts.diff() if special_tokens else kernels.maskable_counts(ids, starts, special, longest)
@@ -168,8 +169,8 @@ def mask_and_pack_triton_fwd(
     vocab_size: int,
     mask_id: int,
     special_tokens: bool,
-    bert: bool,
-    sees_mask: bool,
+    policy: str,
+    read: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """visible_ids, visible_positions, source, decoder_positions, masked_index, labels. Integers have no backward."""
     from maelm_fast.kernels import mask_and_pack as kernels
@@ -189,8 +190,8 @@ def mask_and_pack_triton_fwd(
         vocab_size,
         mask_id,
         special_tokens,
-        bert,
-        sees_mask,
+        policy,
+        read,
     )
 
 
@@ -216,6 +217,13 @@ def _triton_reasons(ids: Tensor, lengths: tuple[int, ...]) -> list[str]:
     if (longest := max(lengths, default=0)) > _LONGEST:
         reasons.append(f"a sequence of {longest} tokens (it takes up to {_LONGEST})")
     return reasons
+
+
+def _read(masking: MaskingConfig, encoder_sees_mask: bool) -> str:
+    """Which of [MASK] the encoder reads: none, some or all."""
+    if encoder_sees_mask or masking.shown == 1.0 or masking.policy == "random":  # which has no [MASK]
+        return "all"
+    return "some" if masking.shown > 0.0 else "none"
 
 
 def _boundaries(lengths: Sequence[int]) -> list[int]:

@@ -23,13 +23,22 @@ from maelm_fast.training.files import write_json, write_text
 from maelm_fast.training.hardware import choose_device, choose_precision, device_name, environment
 from maelm_fast.training.initial import Initial, adapt, load_initial
 from maelm_fast.training.rundir import RunDir, RunRecord, vocabulary_of
-from maelm_fast.training.trainer import Trainer, build_model
+from maelm_fast.training.trainer import LiveMetric, Trainer, build_model
 
 log = logging.getLogger(__name__)
 
 
-def pretrain(preset: str, config: RunConfig, data: str, out: str, initial: Initial | None = None) -> RunDir:
+def pretrain(
+    preset: str,
+    config: RunConfig,
+    data: str,
+    out: str,
+    initial: Initial | None = None,
+    live_metric: LiveMetric | None = None,
+) -> RunDir:
     """Train `config` on the token store `data` in the run directory `out`; goes on if a run of the same is there.
+
+    live_metric: analysis.live.live_metric, which metrics.rank_every needs; the commands pass it.
 
     Raises UserError, before anything is written, for what does not fit together."""
     train, validation = TokenStore.open(data, "train"), TokenStore.open(data, "validation")
@@ -53,7 +62,7 @@ def pretrain(preset: str, config: RunConfig, data: str, out: str, initial: Initi
         if initial is not None:
             fresh = load_initial(model, initial)
             print(f"initialised from {initial.source}" + (f"; newly initialised: {_summary(fresh)}" if fresh else ""))
-        trainer = Trainer(run, config, model, train, validation, vocabulary, device, precision)
+        trainer = Trainer(run, config, model, train, validation, vocabulary, device, precision, live_metric)
         _start_files(run, record, config, tokenizer.to_str(), environment(device, precision))
         resumed = trainer.resume()
         print(_banner(run, preset, config, trainer, train, precision, device_name(device)))
@@ -98,7 +107,7 @@ def _fit_model(
 
 
 def _check_same(run: RunDir, record: RunRecord, config: RunConfig) -> None:
-    """A run may only be gone on with as it was started; runtime settings may change."""
+    """A run may only be gone on with as it was started; runtime and metrics settings may change."""
     old_record, old = run.read_config()
     if old_record.data_fingerprint != record.data_fingerprint:
         raise UserError(f"{run.path} was started with other data ({old_record.data}); choose another --out")
@@ -108,7 +117,7 @@ def _check_same(run: RunDir, record: RunRecord, config: RunConfig) -> None:
     different = [
         f"{section}.{key}={value!r}" if section else f"{key}={value!r}"
         for section, key, value in _leaves(before)
-        if section != "runtime" and (now[section][key] if section else now[key]) != value
+        if section not in ("runtime", "metrics") and (now[section][key] if section else now[key]) != value
     ]
     if different:
         raise UserError(f"{run.path} was started with {', '.join(different)}; use the same, or choose another --out")

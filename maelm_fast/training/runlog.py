@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -27,6 +28,8 @@ class Metrics:
         self._file = open(run.metrics_file, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
 
     def write(self, row: dict[str, Any]) -> None:
+        """Numbers that are not finite, a skipped update's, are written as null: JSON has no others."""
+        row = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
         try:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()

@@ -11,14 +11,15 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from maelm_fast import ops
-from maelm_fast.batch import PackedBatch, RaggedBatch
+from maelm_fast.batch import PackedBatch, RaggedBatch, TokenCounts
 from maelm_fast.config import RunConfig
 from maelm_fast.data.loader import TrainingBatches, training_updates, validation_batches
 from maelm_fast.data.masking import Vocabulary
@@ -32,11 +33,14 @@ from maelm_fast.training.checkpoint import Progress
 from maelm_fast.training.files import write_json
 from maelm_fast.training.hardware import device_name
 from maelm_fast.training.optim import build_optimizer, learning_rate
+from maelm_fast.training.prefetch import on_device
 from maelm_fast.training.rundir import RunDir
 from maelm_fast.training.runlog import Display, Metrics
+from maelm_fast.training.step import GraphedStep, Numbers, Readback, TrainStep, check_recordable
 
 log = logging.getLogger(__name__)
 
+LiveMetric = Callable[..., Callable[[], dict[str, float]]]
 _INIT, _DROPOUT = 0, 1  # places of the seed: initialisation, dropout
 
 
@@ -60,7 +64,9 @@ class Trainer:
         vocabulary: Vocabulary,
         device: torch.device,
         precision: str,
+        live_metric: LiveMetric | None = None,
     ) -> None:
+        """live_metric: makes what measures the model every metrics.rank_every updates (analysis/live.py)."""
         self.run, self.config, self.device, self.precision = run, config, device, precision
         self.model = model.to(device)
         self.vocabulary, self.validation = vocabulary, validation
@@ -69,6 +75,15 @@ class Trainer:
             train, vocabulary, config.masking, config.seed, config.optim.batch_size, config.runtime.micro_batch_size,
             self.model.encoder_sees_mask, mask_on_device=config.runtime.backend.mask_and_pack not in ("auto", "host"),
         )  # fmt: skip
+        step = TrainStep(self.model, self.optimizer, config.optim.clip_norm, precision)
+        self.autocast = step.autocast
+        self.step: TrainStep | GraphedStep = step
+        if config.runtime.cuda_graph:
+            check_recordable(device, config.masking, self.model.encoder_sees_mask, train.lengths)
+            self.step = GraphedStep(step)
+        self.live: Callable[[], dict[str, float]] | None = None
+        if live_metric is not None and config.metrics.rank_every:
+            self.live = live_metric(config, self.model, validation, vocabulary, device, self.autocast)
         self.progress = Progress()
         self._stop_signal: signal.Signals | None = None
 
@@ -88,29 +103,35 @@ class Trainer:
         )
         metrics = Metrics(self.run, progress.step)
         meter = _Meter(self.config, device_name(self.device) if self.device.type == "cuda" else "")
+        under_way = Readback()
         with (
             contextlib.closing(metrics),
             Display(progress.step, self.config.optim.max_steps) as display,
             self._signals(),
             ops.backends(runtime.backend),
         ):
-            for micro_batches in updates:
-                row = self._update(micro_batches, meter)
+            for micro_batches in on_device(updates, self._masked, self.device):
+                under_way.put(*self._update(micro_batches))
                 step, last = progress.step, progress.step == self.config.optim.max_steps
-                if step == 1 or step % runtime.log_every == 0 or last:
-                    row = meter.finish(row)
-                    metrics.write(row)
-                    display.update(row)
-                if step % runtime.eval_every == 0 or last:
+                stopping = self._stop_signal is not None
+                evaluates = step % runtime.eval_every == 0 or last
+                saves = step % runtime.save_every == 0 or last or stopping
+                measures = self.live is not None and (step % self.config.metrics.rank_every == 0 or last)
+                for update, numbers in under_way.take(everything=evaluates or saves or measures):
+                    self._finish(update, numbers, meter, metrics, display)
+                if measures and self.live is not None:
+                    metrics.write({"kind": "rank", "step": step, "tokens": progress.tokens, **self.live()})
+                    meter.restart()
+                if evaluates:
                     self._evaluate(metrics, display)
                     meter.restart()
                 if last and progress.finished is None:
                     progress.finished = "max_steps"
-                if progress.finished or self._stop_signal or step % runtime.save_every == 0:
+                if saves or progress.finished:
                     metrics.sync()
-                    self._save(must=bool(progress.finished or self._stop_signal))
+                    self._save(must=bool(progress.finished) or stopping)
                     meter.restart()
-                if progress.finished or self._stop_signal:
+                if progress.finished or stopping:
                     break
             if self._stop_signal:
                 display.say(
@@ -118,69 +139,71 @@ class Trainer:
                 )
         return progress
 
-    def _on_device(self, batch: PackedBatch | RaggedBatch) -> PackedBatch:
+    def _masked(self, batch: PackedBatch | RaggedBatch) -> PackedBatch:
         if isinstance(batch, PackedBatch):
-            return batch.to(self.device, non_blocking=True)
+            return batch
         return ops.mask_and_pack(
-            batch.ids.to(self.device, non_blocking=True), batch.lengths, batch.samples, batch.epochs,
-            self.config.masking, self.vocabulary, self.config.seed, self.model.encoder_sees_mask,
+            batch.ids, batch.lengths, batch.samples, batch.epochs, self.config.masking, self.vocabulary,
+            self.config.seed, self.model.encoder_sees_mask,
         )  # fmt: skip
 
-    def _update(self, loaded: list[PackedBatch] | list[RaggedBatch], meter: _Meter) -> dict[str, Any]:
-        """One optimiser update; the metrics row of it, its tensors not yet read back from the device."""
-        micro_batches = [self._on_device(batch) for batch in loaded]
+    def _update(self, micro_batches: list[PackedBatch]) -> tuple[_Update, Tensor]:
+        """Queues one optimiser update; its numbers are not yet read back from the device."""
         progress, optim = self.progress, self.config.optim
         self.model.train()
-        masked = sum(batch.counts.masked for batch in micro_batches)
-        loss = torch.zeros((), device=self.device)
-        correct = torch.zeros((), dtype=torch.int64, device=self.device)
+        seeds = torch.tensor(
+            [fold_seed(self.config.seed, _DROPOUT, progress.step, i) for i in range(len(micro_batches))],
+            pin_memory=self.device.type == "cuda",
+        ).to(self.device, non_blocking=True)
+        lr = learning_rate(optim, progress.step)
         try:
-            for i, batch in enumerate(micro_batches):
-                seed = fold_seed(self.config.seed, _DROPOUT, progress.step, i)
-                with self._autocast():
-                    micro_loss, micro_correct = self.model(batch, dropout_seed=seed)
-                (micro_loss / max(masked, 1)).backward()
-                loss += micro_loss.detach()
-                correct += micro_correct
+            numbers = self.step(micro_batches, seeds, lr)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise _out_of_memory(error, len(micro_batches[0].lengths)) from None
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), optim.clip_norm or math.inf)
-        lr = learning_rate(optim, progress.step)
-        if math.isfinite(norm_value := float(norm)):
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-            progress.skipped_in_a_row = 0
-        else:
-            self._skip()
-        self.optimizer.zero_grad(set_to_none=True)
         progress.step += 1
         progress.tokens += sum(batch.counts.original for batch in micro_batches)
-        meter.add(micro_batches)
-        return {"kind": "train", "step": progress.step, "tokens": progress.tokens, "loss": loss / max(masked, 1),
-                "accuracy": correct / max(masked, 1), "lr": lr, "grad_norm": norm_value, "masked": masked,
-                "skipped": progress.skipped}  # fmt: skip
+        return _Update.of(progress, lr, micro_batches), numbers
 
-    def _skip(self) -> None:
+    def _finish(self, update: _Update, numbers: Numbers, meter: _Meter, metrics: Metrics, display: Display) -> None:
+        """What is left to do for an update when the device is done with it: count it if it was skipped, and report."""
+        progress = self.progress
+        if numbers.skipped:
+            self._skipped(update.step - 1)
+        else:
+            progress.skipped_in_a_row = 0
+        meter.add(update)
+        if (
+            update.step == 1
+            or update.step % self.config.runtime.log_every == 0
+            or update.step == self.config.optim.max_steps
+        ):
+            predicted = sum(map(self.model.predicted_tokens, update.counts))
+            row = {
+                "kind": "train", "step": update.step, "tokens": update.tokens, "loss": numbers.loss,
+                "accuracy": numbers.correct / max(predicted, 1), "lr": update.lr, "grad_norm": numbers.norm,
+                "masked": sum(counts.masked for counts in update.counts), "skipped": progress.skipped, **meter.rates(),
+            }  # fmt: skip
+            metrics.write(row)
+            display.update(row)
+
+    def _skipped(self, update: int) -> None:
         """Counts an update with a non-finite gradient; too many in a row end the run and name the samples."""
         progress = self.progress
         progress.skipped += 1
         progress.skipped_in_a_row += 1
-        log.warning(
-            "update %d skipped: its gradient is not finite (%d in a row)", progress.step, progress.skipped_in_a_row
-        )
+        log.warning("update %d skipped: its gradient is not finite (%d in a row)", update, progress.skipped_in_a_row)
         if progress.skipped_in_a_row >= self.config.runtime.max_nonfinite:
-            ids = self.batches.samples(progress.step)[0].tolist()
+            ids = self.batches.samples(update)[0].tolist()
             file = self.run.path / "nonfinite.json"
-            write_json(file, {"step": progress.step, "samples": ids})
+            write_json(file, {"step": update, "samples": ids})
             raise UserError(
                 f"{progress.skipped_in_a_row} updates in a row had a gradient that is not finite, the last at step "
-                f"{progress.step}; its samples are listed in {file}; try a lower optim.lr or look at those samples"
+                f"{update}; its samples are listed in {file}; try a lower optim.lr or look at those samples"
             )
 
     def _evaluate(self, metrics: Metrics, display: Display) -> None:
         progress, runtime = self.progress, self.config.runtime
-        result = evaluate(self.model, self._validation_batches(), self.device, self._autocast)
+        result = evaluate(self.model, self._validation_batches(), self.device, self.autocast)
         unigram = self.validation.manifest.unigram_nats
         row = {
             "kind": "validation",
@@ -220,9 +243,6 @@ class Trainer:
                 raise UserError(f"{message}; earlier ones are whole; free some space and run again") from None
             log.error("%s; training goes on, the next save tries again", message)
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
-
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         """SIGTERM and SIGINT ask for a stop after the update in hand; a second SIGINT interrupts at once."""
@@ -246,23 +266,42 @@ class Trainer:
 
 @torch.no_grad()
 def evaluate(model: MaeLm, batches: Iterator[PackedBatch], device: torch.device, autocast: Any) -> dict[str, float]:
-    """Masked-token loss in nats, its exponential, and accuracy, over all batches."""
+    """Loss of the predicted tokens in nats, its exponential, and accuracy, over all batches."""
     model.eval()
     loss = torch.zeros((), dtype=torch.float64, device=device)
     correct = torch.zeros((), dtype=torch.int64, device=device)
-    masked = 0
+    predicted = 0
     for batch in batches:
         with autocast():
             batch_loss, batch_correct = model(batch.to(device, non_blocking=True))
         loss += batch_loss
         correct += batch_correct
-        masked += batch.counts.masked
-    mean = float(loss) / max(masked, 1)
+        predicted += model.predicted_tokens(batch.counts)
+    mean = float(loss) / max(predicted, 1)
     return {
         "val_loss": mean,
         "val_perplexity": math.exp(min(mean, 700.0)),
-        "val_accuracy": float(correct) / max(masked, 1),
+        "val_accuracy": float(correct) / max(predicted, 1),
     }
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What the host knows of an update that the device may still be working at; not its tensors."""
+
+    step: int
+    tokens: int
+    """Original tokens consumed by the run, this update's included."""
+    lr: float
+    counts: tuple[TokenCounts, ...]
+    """Of each micro-batch."""
+    lengths: tuple[tuple[tuple[int, ...], ...], ...]
+    """Of each micro-batch: each sequence's visible, original and masked tokens."""
+
+    @classmethod
+    def of(cls, progress: Progress, lr: float, micro_batches: list[PackedBatch]) -> _Update:
+        lengths = tuple((b.lengths, b.decoder_lengths, b.masked_lengths) for b in micro_batches)
+        return cls(progress.step, progress.tokens, lr, tuple(b.counts for b in micro_batches), lengths)
 
 
 class _Meter:
@@ -278,21 +317,20 @@ class _Meter:
     def restart(self) -> None:
         self.start, self.tokens, self.flops = time.perf_counter(), 0, 0
 
-    def add(self, micro_batches: list[PackedBatch]) -> None:
-        self.tokens += sum(batch.counts.original for batch in micro_batches)
+    def add(self, update: _Update) -> None:
+        self.tokens += sum(counts.original for counts in update.counts)
         if self.peak:
-            self.flops += sum(
-                training_flops(self.model, b.lengths, b.decoder_lengths, b.masked_lengths) for b in micro_batches
-            )
+            self.flops += sum(training_flops(self.model, *lengths) for lengths in update.lengths)
 
-    def finish(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The row with its tensors read back and the rates since the last row added."""
-        row = {key: value.item() if isinstance(value, Tensor) else value for key, value in row.items()}
+    def rates(self) -> dict[str, float | None]:
+        """Rates since the last call, whose end was the end of an update on the device."""
         seconds = time.perf_counter() - self.start
-        row["tokens_per_s"] = self.tokens / seconds
-        row["mfu"] = self.flops / seconds / self.peak if self.peak else None
+        rates = {
+            "tokens_per_s": self.tokens / seconds,
+            "mfu": self.flops / seconds / self.peak if self.peak else None,
+        }
         self.restart()
-        return row
+        return rates
 
 
 def _out_of_memory(error: Exception, sequences: int) -> Exception:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import platform
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +28,8 @@ host = native.host()
 pytestmark = pytest.mark.skipif(host is None, reason=native.reasons.get("host", ""))
 
 VOCABULARY = Vocabulary(size=70, mask_id=69, special=(69, 0, 1, 2, 3))
+KINDS: list[dict[str, Any]] = [{"shown": shown} for shown in (0.0, 0.25, 0.5, 1 / 3, 1.0)]
+KINDS += [{"policy": "bert"}, {"policy": "random"}]
 DTYPES = ["uint8", "int16", "uint16", "uint32", "int32", "int64", "uint64"]
 
 
@@ -50,7 +54,7 @@ def assert_same(a: PackedBatch, b: PackedBatch) -> None:
     rate=st.floats(0.001, 0.999) | st.sampled_from([0.15, 0.5, 1 - 2**-53, 2**-60]),
     count=st.sampled_from(["fixed", "stochastic"]),
     special_tokens=st.booleans(),
-    policy=st.sampled_from(["mask", "bert"]),
+    kind=st.sampled_from(KINDS) | st.fixed_dictionaries({"shown": st.floats(0, 1)}),
     sees_mask=st.booleans(),
     seed=st.integers(0, 2**64 - 1),
     stride=st.sampled_from([1, 2, -1]),
@@ -64,7 +68,7 @@ def test_packs_the_same_bits(
     rate: float,
     count: str,
     special_tokens: bool,
-    policy: str,
+    kind: dict[str, Any],
     sees_mask: bool,
     seed: int,
     stride: int,
@@ -76,17 +80,27 @@ def test_packs_the_same_bits(
     ]
     samples = (first + generator.integers(0, 2000, len(rows))).astype(np.int64)
     keys = samples, np.array([epochs[i % len(epochs)] for i in range(len(rows))], dtype=np.int64)
-    masking = MaskingConfig(rate=rate, count=count, special_tokens=special_tokens, policy=policy)  # type: ignore[arg-type]
+    masking = MaskingConfig(rate=rate, count=count, special_tokens=special_tokens, **kind)  # type: ignore[arg-type]
     arguments = rows, *keys, masking, VOCABULARY, seed, sees_mask
     assert_same(pack(*arguments), pack_numpy(*arguments))
 
 
-@pytest.mark.parametrize("policy", ["mask", "bert"])
-def test_packs_the_same_bits_at_full_size(policy: str) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("sees_mask", [False, True])
+def test_packs_the_same_bits_for_every_option(kind: dict[str, Any], sees_mask: bool) -> None:
+    rows = [np.random.default_rng(n).integers(0, VOCABULARY.size, n).astype(np.uint16) for n in (512, 77, 3, 1, 0, 64)]
+    for rate, count, special in itertools.product((0.15, 0.4), ("fixed", "stochastic"), (False, True)):
+        masking = MaskingConfig(rate=rate, count=count, special_tokens=special, **kind)  # type: ignore[arg-type]
+        arguments = rows, np.arange(6), np.full(6, 2), masking, VOCABULARY, 2**63 + 5, sees_mask
+        assert_same(pack(*arguments), pack_numpy(*arguments))
+
+
+@pytest.mark.parametrize("kind", [{}, {"shown": 0.3}, {"policy": "bert"}, {"policy": "random"}], ids=str)
+def test_packs_the_same_bits_at_full_size(kind: dict[str, Any]) -> None:
     """Long enough for ties among the words' top bits and for SIMD loops; a vocabulary that needs uint32."""
     vocabulary = Vocabulary(size=100_000, mask_id=99_999, special=(0, 1, 2, 65_600, 99_999, -7, 100_000))
     rows = [np.random.default_rng(n).integers(0, 100_000, n).astype(np.uint32) for n in (70_001, 8192, 3)]
-    masking = MaskingConfig(policy=policy, special_tokens=False)  # type: ignore[arg-type]
+    masking = MaskingConfig(special_tokens=False, **kind)
     arguments = rows, np.arange(3), np.zeros(3, np.int64), masking, vocabulary, 3, False
     assert_same(pack(*arguments), pack_numpy(*arguments))
 
@@ -128,17 +142,21 @@ def test_the_bindings_check_what_would_be_out_of_bounds() -> None:
         "lengths": np.array([1, 3]),
         "samples": np.arange(2),
         "epochs": np.arange(2),
+        "counts": [1, 1],
+        "alignment": 4,
+        "allocate": lambda elements: np.empty(elements, np.int32),
         "rate": 0.5,
         "stochastic": False,
         "special_tokens": True,
-        "bert": False,
+        "policy": "mask",
+        "shown": 0.0,
         "encoder_sees_mask": False,
         "vocab_size": 4,
         "mask_id": 3,
         "special": (3,),
         "seed": 0,
     }
-    assert host.pack(**good)["labels"].tolist()
+    assert host.pack(**good)[0] == [[0, 0, 2, 1, 1, 2, 1, 2, 1], [1, 1, 2, 3, 3, 2, 2, 2, 2]]
     for name, value in (
         ("ids", np.arange(5)),
         ("ids", np.arange(8)[::2]),
@@ -149,12 +167,40 @@ def test_the_bindings_check_what_would_be_out_of_bounds() -> None:
         ("samples", np.arange(3)),
         ("epochs", np.arange(1)),
         ("samples", np.array([0, 2**32])),
+        ("counts", [1]),
+        ("counts", [3, -1]),
+        ("counts", [1, 2]),
+        ("alignment", 0),
+        ("rate", 1.5),
+        ("shown", -0.1),
+        ("shown", float("nan")),
+        ("policy", "none"),
+        ("allocate", lambda elements: np.empty(elements - 1, np.int32)),
+        ("allocate", lambda elements: np.empty((elements, 2), np.int32)[:, 0]),
     ):
-        with pytest.raises(ValueError, match=r"ids|lengths|sample|words"):
+        with pytest.raises(ValueError, match=r"ids|lengths|sample|words|counts|alignment|allocate|shown|policy"):
             host.pack(**{**good, name: value})
-    for lengths, budget in (([0], 5), ([6], 5), ([-1], 5), ([1], 2**31)):
-        with pytest.raises(ValueError, match=r"lengths|budget"):
-            host.best_fit(np.array(lengths), budget)
+    for function in (host.best_fit, host.spread):
+        for lengths, budget in (([0], 5), ([6], 5), ([-1], 5), ([1], 2**31)):
+            with pytest.raises(ValueError, match=r"lengths|budget"):
+                function(np.array(lengths), budget)
+    tokens, offsets = np.zeros(4, np.uint16), np.array([0, 4], np.int32)
+    for record_batches in (
+        [],
+        [(tokens[::2], offsets)],
+        [(tokens, offsets[:0])],
+        [(tokens, offsets), (np.zeros(4), offsets)],
+    ):
+        with pytest.raises(ValueError, match=r"record batch|contiguous|one type"):
+            host.Samples(record_batches)
+    for wrong in ([0, 5], [3, 2], [-1, 2]):
+        damaged = host.Samples([(tokens, np.array(wrong, np.int32))])
+        for function in (damaged.lengths, damaged.read):
+            with pytest.raises(ValueError, match="sample 0 has no valid offsets"):
+                function(np.array([0]))
+    for sample in (-1, 1):
+        with pytest.raises(IndexError, match="of 1"):
+            host.Samples([(tokens, offsets)]).read(np.array([sample]))
     for half_bits, index, size in ((0, 0, 10), (33, 0, 10), (2, 0, 17), (4, 10, 10), (4, -1, 10)):
         with pytest.raises(ValueError, match=r"half_bits|domain|index"):
             host.permute(np.array([index]), size, half_bits, 8, 0, 0)
@@ -180,17 +226,23 @@ def large_calls(scale: int) -> dict[str, Callable[[], object]]:
     index = np.arange(1 << 16 << 2 * scale)
     ids, one = np.zeros(1 << 20 << scale, np.uint16), np.zeros(1, np.int64)
     lengths = np.random.default_rng(0).integers(1, 1000, 20_000 << scale)
+    row = np.empty(5 * len(ids) + 6, np.int32)
+    offsets = np.array([0, len(ids)], np.int32)
+    store, whole = host.Samples([(ids, offsets)]), np.zeros(16, np.int64)
     return {
         "permute": lambda: host.permute(index, len(index), 8 + scale, 8, 0, 0),
         "best_fit": lambda: host.best_fit(lengths, 2048),
+        "spread": lambda: host.spread(lengths, 2048),
+        "read": lambda: store.read(whole),
         "pack": lambda: host.pack(
-            ids=ids, lengths=np.array([len(ids)]), samples=one, epochs=one, rate=0.5, stochastic=False,
-            special_tokens=True, bert=False, encoder_sees_mask=False, vocab_size=9, mask_id=8, special=(), seed=0,
+            ids=ids, lengths=np.array([len(ids)]), samples=one, epochs=one, counts=[1], alignment=1,
+            allocate=lambda elements: row[:elements], rate=0.5, stochastic=False, special_tokens=True, policy="mask",
+            shown=0.0, encoder_sees_mask=False, vocab_size=9, mask_id=8, special=(), seed=0,
         ),
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["pack", "best_fit", "permute"])
+@pytest.mark.parametrize("name", ["pack", "best_fit", "spread", "read", "permute"])
 def test_the_gil_is_released(name: str) -> None:
     """With a switch interval of many seconds this thread goes on during the call only if the call lets it. Should the
     system have run the two one after the other all the same, a larger call is tried."""

@@ -9,23 +9,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from maelm_fast.batch import PackedBatch
+from maelm_fast import native
+from maelm_fast.batch import PackedBatch, RaggedBatch
 from maelm_fast.config import MaskingConfig
 from maelm_fast.data.loader import TrainingBatches, training_updates
 from maelm_fast.data.masking import Vocabulary, pack
 from maelm_fast.data.token_store import TokenStore
+from maelm_fast.data.update import new_row
+from maelm_fast.errors import UserError
 
 VOCABULARY = Vocabulary(300, 299, (0, 1, 2, 3, 299))
 
 
-def batches(store: object, batch_size: int, micro_batch_size: int) -> TrainingBatches:
-    return TrainingBatches(store, VOCABULARY, MaskingConfig(), 5, batch_size, micro_batch_size, False)  # type: ignore[arg-type]
+def batches(store: TokenStore, batch_size: int, micro_batch_size: int, mask_on_device: bool = False) -> TrainingBatches:
+    return TrainingBatches(
+        store, VOCABULARY, MaskingConfig(), 5, batch_size, micro_batch_size, False, mask_on_device=mask_on_device
+    )
 
 
-def assert_same(a: list[PackedBatch], b: list[PackedBatch]) -> None:
+def assert_same(a: list[PackedBatch] | list[RaggedBatch], b: list[PackedBatch] | list[RaggedBatch]) -> None:
     assert len(a) == len(b)
     for x, y in zip(a, b, strict=True):
-        for field in dataclasses.fields(PackedBatch):
+        for field in dataclasses.fields(x):
             p, q = getattr(x, field.name), getattr(y, field.name)
             assert torch.equal(p, q) if isinstance(p, torch.Tensor) else p == q, field.name
 
@@ -43,6 +48,53 @@ def test_full_samples_make_micro_batches_in_a_row(store: Path, batch_size: int, 
             for part in parts
         ]
         assert_same(loaded[update], expected)
+
+
+@pytest.mark.parametrize("mode", ["full", "document"])
+@pytest.mark.parametrize("mask_on_device", [False, True])
+def test_the_reference_makes_the_same_updates(
+    mode: str, mask_on_device: bool, store: Path, document_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Order, reading, packing decision and masks in C++ and in NumPy."""
+    if native.host() is None:
+        pytest.skip(native.reasons["host"])
+    path = store if mode == "full" else document_store
+    updates = (0, 7, len(TokenStore.open(path)) // 50)  # the last runs into the second epoch
+    built = batches(TokenStore.open(path), 50, 6, mask_on_device)
+    compiled = [built[update] for update in updates]
+    monkeypatch.setattr(native, "host", lambda: None)
+    plain = batches(TokenStore.open(path), 50, 6, mask_on_device)
+    for update, micro_batches in zip(updates, compiled, strict=True):
+        assert_same(plain[update], micro_batches)
+
+
+def test_masks_left_to_the_device(document_store: Path) -> None:
+    """The same samples in the same micro-batches, with what keys their masks."""
+    opened = TokenStore.open(document_store)
+    for ragged, packed in zip(batches(opened, 40, 4, True)[3], batches(opened, 40, 4)[3], strict=True):
+        assert isinstance(ragged, RaggedBatch)
+        assert ragged.ids.dtype == torch.int32
+        assert ragged.lengths == packed.decoder_lengths
+        rows = [row.numpy() for row in ragged.ids.split(ragged.lengths)]
+        assert all((row == opened[i]).all() for row, i in zip(rows, ragged.samples, strict=True))
+        keys = torch.tensor(ragged.samples).numpy(), torch.tensor(ragged.epochs).numpy()
+        assert_same([pack(rows, *keys, MaskingConfig(), VOCABULARY, 5, encoder_sees_mask=False)], [packed])
+
+
+def test_micro_batches_of_documents_are_evenly_full(document_store: Path) -> None:
+    loaded = batches(TokenStore.open(document_store), 256, 16)
+    for update in range(3):
+        sizes = [batch.counts.original for batch in loaded[update]]
+        assert len(sizes) > 2
+        assert sum(sizes) >= 0.99 * len(sizes) * max(sizes)
+
+
+def test_a_token_of_another_vocabulary_is_refused(store: Path) -> None:
+    opened = TokenStore.open(store)
+    small = Vocabulary(250, 249, (0, 249))
+    for mask_on_device in (False, True):
+        with pytest.raises(UserError, match="outside the vocabulary of 250"):
+            TrainingBatches(opened, small, MaskingConfig(), 5, 64, 8, False, mask_on_device)[0]
 
 
 def test_documents_fill_micro_batches(document_store: Path) -> None:
@@ -82,7 +134,7 @@ def place(loaded: TrainingBatches, update: int, batch: PackedBatch) -> list[int]
 @pytest.mark.parametrize("workers", [0, 2])
 def test_updates_are_the_same_from_any_process(document_store: Path, workers: int) -> None:
     loaded = batches(TokenStore.open(document_store, "train"), 24, 3)
-    updates = list(training_updates(loaded, 2, 5, workers, pin_memory=False))
+    updates = [u.micro_batches() for u in training_updates(loaded, 2, 5, workers, pin_memory=False)]
     assert len(updates) == 3
     for i, update in enumerate(updates):
         assert_same(update, loaded[2 + i])
@@ -94,6 +146,22 @@ def test_updates_are_the_same_from_any_process(document_store: Path, workers: in
             )
 
 
+class OneRow(torch.utils.data.Dataset):
+    def __getitem__(self, elements: int) -> tuple[bool, int]:
+        row = new_row(elements)
+        assert row.shape == (elements,)
+        assert row.dtype == torch.int32
+        return row.is_shared(), int(row.fill_(3).sum())
+
+
+def test_a_loader_process_writes_into_shared_memory() -> None:
+    assert OneRow()[7] == (False, 21)
+    loader = torch.utils.data.DataLoader(
+        OneRow(), sampler=[7], batch_size=None, num_workers=1, multiprocessing_context="fork"
+    )
+    assert list(loader) == [[True, 21]]
+
+
 def test_many_micro_batches_need_few_file_descriptors(store: Path) -> None:
     """A process may often have 1,024; an update of 256 micro-batches has 2,304 tensors."""
     loaded = batches(TokenStore.open(store, "train"), 512, 2)
@@ -101,6 +169,6 @@ def test_many_micro_batches_need_few_file_descriptors(store: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (512 if hard == resource.RLIM_INFINITY else min(512, hard), hard))
     try:
         for update in training_updates(loaded, 0, 3, workers=1, pin_memory=False):
-            assert len(update) == 256
+            assert len(update.micro_batches()) == 256
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

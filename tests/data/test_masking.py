@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import itertools
+import zlib
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maelm_fast import presets
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import MaskingConfig
-from maelm_fast.data.masking import Vocabulary, choose_masked, mask_counts, pack
+from maelm_fast.data.masking import Vocabulary, choose_masked, mask_counts, pack, pack_numpy
 from maelm_fast.errors import UserError
+from maelm_fast.philox import Stream, position_words
+from maelm_fast.training.step import check_recordable
 
 VOCABULARY = Vocabulary(size=500, mask_id=499, special=(0, 1, 2, 3, 499))
 
 
 def sequences(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
     draw = np.random.default_rng(seed)
-    return [np.concatenate([[0], draw.integers(4, 499, n - 2), [2]])[:n] if n > 1 else np.array([0]) for n in lengths]
+    return [
+        np.concatenate([[0], draw.integers(4, 499, n - 2), [2]])[:n] if n > 1 else np.zeros(n, int) for n in lengths
+    ]
 
 
 def packed(
@@ -53,7 +66,7 @@ def test_places_are_uniform() -> None:
     valid = np.ones((20_000, length), bool)
     ids = np.full((20_000, length), 7)
     masking = MaskingConfig(rate=0.25)
-    chosen = choose_masked(ids, valid, samples, np.zeros(20_000, int), masking, VOCABULARY, seed=5)
+    chosen, _ = choose_masked(ids, valid, samples, np.zeros(20_000, int), masking, VOCABULARY, seed=5)
     assert (chosen.sum(axis=1) == 16).all()
     expected = 20_000 * 0.25
     statistic = ((chosen.sum(axis=0) - expected) ** 2 / (expected * 0.75)).sum() * (length - 1) / length
@@ -133,16 +146,169 @@ def test_bert_policy(sees_mask: bool) -> None:
         assert VOCABULARY.mask_id not in batch.visible_ids
 
 
+ODD = [512, 511, 77, 7, 3, 2, 1, 0]
+
+
+def tensors(batch: PackedBatch) -> dict[str, torch.Tensor]:
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
+
+
+def same(a: PackedBatch, b: PackedBatch) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(tensors(a).values(), tensors(b).values(), strict=True))
+
+
+def read_at(batch: PackedBatch) -> list[np.ndarray]:
+    """Of each sequence what the encoder reads at its masked tokens, -1 where it reads nothing."""
+    source = batch.source[batch.masked_index].numpy()
+    read = np.where(source >= 0, batch.visible_ids.numpy()[source], -1)
+    return np.split(read, np.cumsum(batch.masked_lengths)[:-1])
+
+
+@pytest.mark.parametrize("implementation", [pack, pack_numpy])
+@pytest.mark.parametrize(
+    ("policy", "count", "sees_mask", "checksum"),
+    [
+        ("mask", "fixed", False, 1522695901),
+        ("mask", "fixed", True, 2858545705),
+        ("mask", "stochastic", False, 1037058939),
+        ("mask", "stochastic", True, 1927227148),
+        ("bert", "fixed", False, 2886974848),
+        ("bert", "fixed", True, 106684563),
+        ("bert", "stochastic", False, 1415257677),
+        ("bert", "stochastic", True, 3257498322),
+    ],
+)
+def test_batches_stay_what_they_were(
+    implementation: Callable[..., PackedBatch], policy: Any, count: Any, sees_mask: bool, checksum: int
+) -> None:
+    """Bits of batches made before anything was shown or replaced: runs of that time can be resumed and compared."""
+    rows = [4 + 37 * np.arange(n) % 495 for n in (512, 77, 3, 1, 0, 64)]
+    masking = MaskingConfig(policy=policy, count=count)
+    batch = implementation(rows, np.arange(6), np.full(6, 3), masking, VOCABULARY, 11, sees_mask)
+    assert zlib.crc32(torch.cat(list(tensors(batch).values())).numpy().tobytes()) == checksum
+
+
+@pytest.mark.parametrize("rate", [0.15, 0.4])
+@pytest.mark.parametrize("count", ["fixed", "stochastic"])
+@pytest.mark.parametrize("special_tokens", [False, True])
+def test_a_share_of_the_masked_tokens_is_shown(rate: float, count: Any, special_tokens: bool) -> None:
+    """Those with the smallest words; what is masked, the labels and the rest of the row do not change."""
+    rows = sequences(ODD)
+    masking = MaskingConfig(rate=rate, count=count, special_tokens=special_tokens)
+    without = packed(rows, masking, seed=7)
+    words = position_words(np.arange(len(rows)), 512, 0, Stream.MASK, 7)
+    places = np.split(without.masked.positions.numpy(), np.cumsum(without.masked_lengths)[:-1])
+    for shown in (0.0, 0.25, 0.5, 0.75, 1.0):
+        batch = packed(rows, dataclasses.replace(masking, shown=shown), seed=7)
+        assert torch.equal(batch.labels, without.labels)
+        assert torch.equal(batch.masked_index, without.masked_index)
+        for i, (read, here) in enumerate(zip(read_at(batch), places, strict=True)):
+            number = int(shown * len(here) + 0.5)
+            assert batch.lengths[i] == ODD[i] - len(here) + number
+            smallest = np.argsort(words[i, here], kind="stable")[:number]
+            assert (np.delete(read, smallest) == -1).all()
+            assert (read[smallest] == VOCABULARY.mask_id).all()
+        is_mask = batch.visible_ids == VOCABULARY.mask_id
+        assert torch.equal(batch.visible_ids[~is_mask], without.visible_ids)
+        assert torch.equal(batch.visible_positions[~is_mask], without.visible_positions)
+
+
+@pytest.mark.parametrize("count", ["fixed", "stochastic"])
+def test_all_shown_is_what_standard_mlm_reads(count: Any) -> None:
+    rows = sequences(ODD)
+    mlm = packed(rows, MaskingConfig(count=count), sees_mask=True)
+    assert same(packed(rows, MaskingConfig(count=count, shown=1.0)), mlm)
+    for shown in (0.25, 1.0):  # without a decoder nothing is removed, whatever share is asked for
+        assert same(packed(rows, MaskingConfig(count=count, shown=shown), sees_mask=True), mlm)
+
+
+@pytest.mark.parametrize("sees_mask", [False, True])
+def test_random_policy(sees_mask: bool) -> None:
+    rows = sequences([512] * 300 + ODD)
+    batch = packed(rows, MaskingConfig(policy="random"), sees_mask=sees_mask)
+    with_mask = packed(rows, sees_mask=True)
+    assert batch.lengths == batch.decoder_lengths == with_mask.lengths
+    for name in set(tensors(batch)) - {"visible_ids"}:  # masks and labels are those of the policy "mask"
+        assert torch.equal(getattr(batch, name), getattr(with_mask, name)), name
+    is_mask = with_mask.visible_ids == VOCABULARY.mask_id
+    assert torch.equal(batch.visible_ids[~is_mask], with_mask.visible_ids[~is_mask])
+    drawn = batch.visible_ids[is_mask]
+    counts = np.bincount(drawn, minlength=VOCABULARY.size)
+    assert not counts[list(VOCABULARY.special)].any()
+    expected = len(drawn) / 495  # ordinary tokens, each as likely as another
+    statistic = ((np.delete(counts, VOCABULARY.special) - expected) ** 2 / expected).sum()
+    assert abs(statistic - 494) < 4 * np.sqrt(2 * 494)
+
+
+def test_random_tokens_are_those_of_the_bert_policy() -> None:
+    rows = sequences([512] * 20)
+    bert = packed(rows, MaskingConfig(policy="bert"), sees_mask=True)
+    random = packed(rows, MaskingConfig(policy="random"), sees_mask=True)
+    drawn, labels = np.concatenate(read_at(bert)), bert.labels.numpy()
+    replaced = (drawn != VOCABULARY.mask_id) & (drawn != labels)
+    assert 100 < replaced.sum() < 210  # a tenth of 1,540
+    assert np.array_equal(np.concatenate(read_at(random))[replaced], drawn[replaced])
+
+
+@pytest.mark.parametrize("policy", ["bert", "random"])
+def test_a_vocabulary_without_ordinary_tokens_is_refused(policy: Any) -> None:
+    with pytest.raises(UserError, match=f"masking.policy {policy} has no token to draw from"):
+        pack([np.zeros(3, int)], np.zeros(1, int), np.zeros(1, int), MaskingConfig(policy=policy),
+             Vocabulary(2, 1, (0, 1)), 0, False)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", presets.variants())
+def test_what_the_encoder_reads_in_every_row_of_the_ablations(name: str) -> None:
+    run = presets.variant(presets.get("base"), name)
+    batch = packed(sequences([512, 100, 13]), run.masking, sees_mask=run.model.decoder == "none")
+    shares = {"mlm": 1.0, "enc_mask_dec": 1.0, "dec_resets_mask": 1.0, "delta_1": 1.0}
+    shares |= {"delta_0.25": 0.25, "delta_0.5": 0.5, "delta_0.75": 0.75}
+    for length, read in zip(batch.decoder_lengths, read_at(batch), strict=True):
+        masked = int((0.4 if name == "mask40" else 0.15) * length + 0.5)
+        is_mask, missing = int((read == VOCABULARY.mask_id).sum()), int((read == -1).sum())
+        assert len(read) == masked
+        if name == "bert_masking":
+            assert missing == 0 < is_mask
+            assert length < 512 or is_mask < masked
+        elif name == "random_replace":
+            assert is_mask == missing == 0
+            assert (read >= 4).all()
+        else:
+            assert (is_mask, missing) == (number := int(shares.get(name, 0.0) * masked + 0.5), masked - number)
+
+
+KINDS: list[dict[str, Any]] = [{"shown": shown} for shown in (0.0, 0.25, 0.5, 1.0)]
+KINDS += [{"policy": "bert"}, {"policy": "random"}]
+
+
+@pytest.mark.parametrize("sees_mask", [False, True])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_shapes_vary_exactly_where_a_graph_is_refused(kind: dict[str, Any], sees_mask: bool) -> None:
+    rows = [np.random.default_rng(i).integers(0, 499, 64) for i in range(40)]
+    for count, special_tokens in itertools.product(("fixed", "stochastic"), (True, False)):
+        masking = MaskingConfig(count=count, special_tokens=special_tokens, **kind)  # type: ignore[arg-type]
+        batch = packed(rows, masking, sees_mask)
+        sizes = set(zip(batch.lengths, batch.masked_lengths, strict=True))
+        expected = pytest.raises(UserError, match="cuda_graph needs") if len(sizes) > 1 else contextlib.nullcontext()
+        with expected:
+            check_recordable(torch.device("cuda"), masking, sees_mask, batch.decoder_lengths)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=8),
     rate=st.floats(0.01, 0.99),
-    policy=st.sampled_from(["mask", "bert"]),
+    kind=st.sampled_from(KINDS),
     sees_mask=st.booleans(),
     seed=st.integers(0, 2**62),
 )
-def test_a_packed_batch_is_consistent(lengths: list[int], rate: float, policy: str, sees_mask: bool, seed: int) -> None:
-    batch = packed(sequences(lengths), MaskingConfig(rate=rate, policy=policy), sees_mask, seed)  # type: ignore[arg-type]
+def test_a_packed_batch_is_consistent(
+    lengths: list[int], rate: float, kind: dict[str, Any], sees_mask: bool, seed: int
+) -> None:
+    rows = sequences(lengths)
+    batch = packed(rows, MaskingConfig(rate=rate, **kind), sees_mask, seed)
+    assert np.array_equal(batch.original_ids, np.concatenate(rows))
     counts = batch.counts
     assert counts.original == sum(lengths) == batch.source.numel() == batch.decoder_positions.numel()
     assert counts.visible == batch.visible_ids.numel() == batch.visible_positions.numel()
@@ -156,7 +322,7 @@ def test_a_packed_batch_is_consistent(lengths: list[int], rate: float, policy: s
     filled = batch.source[batch.source >= 0]
     assert np.array_equal(filled, np.arange(counts.visible))
     assert all(t.dtype.itemsize == 4 for t in (batch.source, batch.labels, batch.visible_ids, batch.cu_seqlens))
-    if policy == "mask" and not sees_mask:
+    if kind == {"shown": 0.0} and not sees_mask:
         assert counts.visible + counts.masked == counts.original
 
 

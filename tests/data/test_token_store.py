@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from maelm_fast import native
 from maelm_fast.data import token_store
 from maelm_fast.data.token_store import Manifest, Split, SplitWriter, TokenStore
 from maelm_fast.data.tokenizer import special_ids, tokenizer_hash, train_tokenizer
@@ -67,6 +68,44 @@ def test_samples_are_read_only_views_of_the_file(store):
     maps = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if ".arrow" in line]
     ranges = [[int(end, 16) for end in span.split("-")] for span in maps]
     assert any(low <= opened[2].ctypes.data < high for low, high in ranges)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_many_samples_at_once(store, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(native, "host", lambda: None)
+    elif native.host() is None:
+        pytest.skip(native.reasons["host"])
+    opened, wanted = TokenStore.open(store[0]), np.array([9, 0, 0, 5, 3])
+    assert opened.sample_lengths(wanted).tolist() == [LENGTHS[i] for i in wanted]
+    tokens = opened.read(wanted)
+    assert tokens.dtype == np.uint16
+    np.testing.assert_array_equal(tokens, np.concatenate([store[1][i] for i in wanted]))
+    assert opened.sample_lengths(wanted[:0]).shape == opened.read(wanted[:0]).shape == (0,)
+    with pytest.raises(IndexError):
+        opened.read(np.array([10]))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_sample_without_valid_offsets_is_not_cut_short(tmp_path, compiled, monkeypatch):
+    """An offset changed in the file, of the right size and with a checksum that nobody has looked at."""
+    if not compiled:
+        monkeypatch.setattr(native, "host", lambda: None)
+    elif native.host() is None:
+        pytest.skip(native.reasons["host"])
+    write_store(tmp_path / "store")
+    (path,) = (tmp_path / "store").glob("train*.arrow")
+    offsets = np.cumsum([0, *LENGTHS]).astype(np.int32).tobytes()
+    whole = path.read_bytes()
+    assert whole.count(offsets) == 1
+    damaged = np.cumsum([0, *LENGTHS]).astype(np.int32)
+    damaged[-1] += 5
+    path.write_bytes(whole.replace(offsets, damaged.tobytes()))
+    opened = TokenStore.open(tmp_path / "store")
+    assert opened.sample_lengths(np.arange(9)).tolist() == LENGTHS[:9]
+    for read in (opened.sample_lengths, opened.read, lambda samples: opened[samples[0]]):
+        with pytest.raises(UserError, match=r"damaged \(split train: sample 9 has no valid offsets\): copy"):
+            read(np.array([9]))
 
 
 def test_a_pickled_store_reopens(store):

@@ -3,6 +3,7 @@
 // as they must be, each its own allocation, so that a write one place too far is seen.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -17,6 +18,7 @@
 #include "order.h"
 #include "packing.h"
 #include "philox.h"
+#include "samples.h"
 
 #define REQUIRE(condition)                                                         \
   do {                                                                             \
@@ -33,7 +35,10 @@ std::mt19937_64 generator(0);
 int64_t draw(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(generator); }
 
 // An allocation of exactly this many elements; a vector might have room behind its end.
-std::unique_ptr<int32_t[]> exactly(int64_t count) { return std::unique_ptr<int32_t[]>(new int32_t[count]); }
+template <typename Number = int32_t>
+std::unique_ptr<Number[]> exactly(int64_t count) {
+  return std::unique_ptr<Number[]>(new Number[count]);
+}
 
 // The published test vectors of Philox4x32-10.
 void check_philox() {
@@ -50,7 +55,7 @@ template <typename Token>
 void check_masking(const std::vector<int64_t>& lengths, const maelm::MaskingOptions& options) {
   const auto count = static_cast<int64_t>(lengths.size());
   const int64_t total = std::accumulate(lengths.begin(), lengths.end(), int64_t{0});
-  std::unique_ptr<Token[]> ids(new Token[total]);
+  const auto ids = exactly<Token>(total);
   for (int64_t i = 0; i < total; ++i) ids[i] = static_cast<Token>(draw(0, options.vocab_size - 1));
   std::vector<int64_t> samples(count), epochs(count);
   for (int64_t s = 0; s < count; ++s) {
@@ -63,7 +68,6 @@ void check_masking(const std::vector<int64_t>& lengths, const maelm::MaskingOpti
   const int64_t rows = choice.visible_tokens, masks = choice.masked_tokens;
   REQUIRE(masks >= 0 && masks <= total && rows <= total);
   if (options.encoder_sees_mask) REQUIRE(rows == total);
-  if (!options.encoder_sees_mask && !options.bert) REQUIRE(rows + masks == total);
 
   auto visible_ids = exactly(rows), visible_positions = exactly(rows), source = exactly(total),
        decoder_positions = exactly(total), masked_index = exactly(masks), labels = exactly(masks),
@@ -77,6 +81,9 @@ void check_masking(const std::vector<int64_t>& lengths, const maelm::MaskingOpti
   for (int64_t s = 0, n = 0; s < count; ++s) {
     REQUIRE(decoder_cu_seqlens[s] == n && cu_seqlens[s] == row && masked_cu_seqlens[s] == mask);
     REQUIRE(choice.masked[s] >= 0 && choice.masked[s] <= lengths[s]);
+    if (!options.encoder_sees_mask && options.policy == maelm::Policy::kMask) {
+      REQUIRE(lengths[s] - choice.visible[s] == choice.masked[s] - std::floor(options.shown * choice.masked[s] + 0.5));
+    }
     for (int64_t p = 0; p < lengths[s]; ++p, ++n) {
       const bool masked = mask < masks && masked_index[mask] == n;
       const auto id = static_cast<int64_t>(ids[n]);
@@ -84,11 +91,16 @@ void check_masking(const std::vector<int64_t>& lengths, const maelm::MaskingOpti
       REQUIRE(decoder_positions[n] == p);
       if (masked) REQUIRE(labels[mask] == id && (options.special_tokens || !special));
       if (source[n] == -1) {
-        REQUIRE(masked && !options.encoder_sees_mask);
+        REQUIRE(masked && !options.encoder_sees_mask && options.policy != maelm::Policy::kRandom);
       } else {
         REQUIRE(source[n] == row && visible_positions[row] == p);
-        REQUIRE(visible_ids[row] == id || masked);
-        REQUIRE(visible_ids[row] >= 0 && visible_ids[row] < options.vocab_size);
+        const int64_t read = visible_ids[row];
+        REQUIRE(read == id || masked);
+        REQUIRE(read >= 0 && read < options.vocab_size);
+        if (masked && options.policy == maelm::Policy::kMask) REQUIRE(read == options.mask_id);
+        if (masked && options.policy == maelm::Policy::kRandom) {
+          REQUIRE(std::find(options.special.begin(), options.special.end(), read) == options.special.end());
+        }
         ++row;
       }
       mask += masked;
@@ -104,12 +116,15 @@ void check_masking() {
     for (int64_t& length : shapes.back()) length = draw(0, 70);
   }
   const double rates[] = {1e-18, 0.15, 0.5, 0.999, 1 - 1.0 / (int64_t{1} << 53)};
+  const double shares[] = {0, 0.25, 0.5, 1 - 1.0 / (int64_t{1} << 53), 1};
+  using maelm::Policy;
   for (const auto& lengths : shapes) {
-    for (int flags = 0; flags < 16; ++flags) {
-      const double rate = rates[draw(0, 4)];
-      const maelm::MaskingOptions options{rate,      (flags & 1) != 0, (flags & 2) != 0, (flags & 4) != 0,
-                                          (flags & 8) != 0, 60,        59,               {0, 1, 2, 59},
-                                          generator()};
+    for (int flags = 0; flags < 24; ++flags) {
+      const Policy policy = flags % 3 == 0 ? Policy::kMask : flags % 3 == 1 ? Policy::kBert : Policy::kRandom;
+      const double rate = rates[draw(0, 4)], shown = policy == Policy::kMask ? shares[draw(0, 4)] : 0;
+      const bool stochastic = flags / 3 & 1, special_tokens = flags / 3 & 2, encoder_sees_mask = flags / 3 & 4;
+      const maelm::MaskingOptions options{rate, stochastic, special_tokens, policy,      shown, encoder_sees_mask,
+                                          60,   59,         {0, 1, 2, 59},  generator()};
       check_masking<uint16_t>(lengths, options);
       check_masking<uint32_t>(lengths, options);
       check_masking<int32_t>(lengths, options);
@@ -117,28 +132,89 @@ void check_masking() {
     }
   }
   // A special token that the token type cannot hold, and no special token at all.
-  check_masking<uint16_t>({500}, {0.3, false, false, true, false, 60'000, 9, {9, 59'999}, 1});
-  check_masking<uint16_t>({500}, {0.3, false, false, true, false, 60, 9, {9, 65'536 + 9}, 1});
-  check_masking<int64_t>({500}, {0.3, true, false, true, false, 60, 9, {}, 1});
+  check_masking<uint16_t>({500}, {0.3, false, false, Policy::kBert, 0, false, 60'000, 9, {9, 59'999}, 1});
+  check_masking<uint16_t>({500}, {0.3, false, false, Policy::kRandom, 0, false, 60, 9, {9, 65'536 + 9}, 1});
+  check_masking<int64_t>({500}, {0.3, true, false, Policy::kBert, 0, false, 60, 9, {}, 1});
   // Nothing but special tokens, none of which may be masked.
-  check_masking<uint16_t>({50}, {0.9, false, false, false, false, 3, 2, {0, 1, 2}, 1});
+  check_masking<uint16_t>({50}, {0.9, false, false, Policy::kMask, 0.5, false, 3, 2, {0, 1, 2}, 1});
+}
+
+void check_bins(const std::vector<int64_t>& lengths, const int32_t* bins, int64_t opened, int64_t budget) {
+  std::vector<int64_t> used(opened);
+  for (size_t i = 0; i < lengths.size(); ++i) {
+    REQUIRE(bins[i] >= 0 && bins[i] < opened);
+    used[bins[i]] += lengths[i];
+  }
+  for (const int64_t tokens : used) REQUIRE(tokens > 0 && tokens <= budget);
 }
 
 void check_packing() {
   for (int round = 0; round < 400; ++round) {
-    const int64_t budget = round % 4 ? draw(1, 100) : round % 8 ? draw(1, 1 << 20) : std::numeric_limits<int32_t>::max();
+    const int64_t largest = std::numeric_limits<int32_t>::max();
+    const int64_t budget = round % 4 ? draw(1, 100) : round % 8 ? draw(1, 1 << 20) : largest;
     std::vector<int64_t> lengths(draw(0, 300));
     for (int64_t& length : lengths) length = draw(1, budget);
     if (round % 5 == 0) std::fill(lengths.begin(), lengths.end(), budget);
     const auto count = static_cast<int64_t>(lengths.size());
     auto bins = exactly(count);
     const int64_t opened = maelm::best_fit(lengths.data(), count, budget, bins.get());
-    std::vector<int64_t> used(opened);
-    for (int64_t i = 0; i < count; ++i) {
-      REQUIRE(bins[i] >= 0 && bins[i] < opened);
-      used[bins[i]] += lengths[i];
-    }
-    for (const int64_t tokens : used) REQUIRE(tokens > 0 && tokens <= budget);
+    check_bins(lengths, bins.get(), opened, budget);
+    REQUIRE(maelm::spread(lengths.data(), count, budget, bins.get()) == opened);
+    check_bins(lengths, bins.get(), opened, budget);
+  }
+  // Best fit fills 8 and 1, spread 5 and 4. Where that would make a bin overflow, spread does what best fit does.
+  const int64_t loose[] = {5, 3, 1}, tight[] = {4, 4, 3, 3, 2, 2, 2};
+  auto bins = exactly(7);
+  REQUIRE(maelm::spread(loose, 3, 8, bins.get()) == 2 && bins[0] == 0 && bins[1] == 1 && bins[2] == 1);
+  auto fitted = exactly(7);
+  REQUIRE(maelm::best_fit(tight, 7, 10, fitted.get()) == 2 && maelm::spread(tight, 7, 10, bins.get()) == 2);
+  REQUIRE(std::equal(bins.get(), bins.get() + 7, fitted.get()));
+}
+
+template <typename Token>
+void check_samples() {
+  // Record batches as a store has them, some without rows, some of empty samples.
+  std::vector<std::unique_ptr<Token[]>> tokens;
+  std::vector<std::unique_ptr<int32_t[]>> offsets;
+  std::vector<std::vector<Token>> expected;
+  maelm::Samples store(sizeof(Token));
+  REQUIRE(store.count() == 0);
+  for (int batch = 0; batch < 20; ++batch) {
+    const int64_t rows = batch % 3 ? draw(1, 40) : 0;
+    offsets.push_back(exactly(rows + 1));
+    int32_t* ends = offsets.back().get();
+    ends[0] = static_cast<int32_t>(draw(0, 3));  // a slice need not start at 0
+    for (int64_t r = 0; r < rows; ++r) ends[r + 1] = ends[r] + static_cast<int32_t>(draw(0, 9));
+    tokens.push_back(exactly<Token>(ends[rows]));
+    Token* token = tokens.back().get();
+    for (int32_t i = 0; i < ends[rows]; ++i) token[i] = static_cast<Token>(generator());
+    for (int64_t r = 0; r < rows; ++r) expected.emplace_back(token + ends[r], token + ends[r + 1]);
+    store.add(token, ends[rows], ends, rows);
+  }
+  const auto count = static_cast<int64_t>(expected.size());
+  REQUIRE(store.count() == count);
+  const auto asked = exactly<int64_t>(500), lengths = exactly<int64_t>(500);
+  for (int64_t i = 0; i < 500; ++i) asked[i] = i == 0 ? 0 : i == 1 ? count - 1 : draw(0, count - 1);
+  REQUIRE(store.lengths(asked.get(), 500, lengths.get()) == -1);
+  const auto read = exactly<Token>(std::accumulate(lengths.get(), lengths.get() + 500, int64_t{0}));
+  store.read(asked.get(), 500, read.get());
+  const Token* from = read.get();
+  for (int64_t i = 0; i < 500; ++i) {
+    const std::vector<Token>& sample = expected[asked[i]];
+    REQUIRE(lengths[i] == static_cast<int64_t>(sample.size()));
+    REQUIRE(std::equal(sample.begin(), sample.end(), from));
+    from += sample.size();
+  }
+  store.read(asked.get(), 0, nullptr);
+
+  // Of damaged offsets the first sample asked for that has no place in the tokens is named.
+  const std::vector<std::vector<int32_t>> damaged = {{0, 2, 1, 5}, {0, 2, 9, 5}, {0, 2, -3, 5}, {0, 2, 6, 6}};
+  for (const std::vector<int32_t>& wrong : damaged) {
+    const auto five = exactly<Token>(5);
+    maelm::Samples torn(sizeof(Token));
+    torn.add(five.get(), 5, wrong.data(), 3);
+    const int64_t order[] = {0, 1, 2};
+    REQUIRE(torn.lengths(order, 3, lengths.get()) == 1);
   }
 }
 
@@ -164,6 +240,8 @@ int main() {
   check_philox();
   check_masking();
   check_packing();
+  check_samples<uint16_t>();
+  check_samples<uint32_t>();
   check_order();
   maelm::keep_freed_memory();
   std::puts("ok");

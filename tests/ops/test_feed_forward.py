@@ -99,9 +99,12 @@ def test_parameters_wider_than_the_input() -> None:
         assert_as_good_as_pytorch(a, b.to(a.dtype), c)
 
 
-def test_autocast() -> None:
-    """Products in bf16; gradients reach the fp32 parameters in fp32."""
+@pytest.mark.parametrize("narrow", [False, True])
+def test_autocast(narrow: bool) -> None:
+    """Products in bf16; gradients reach the fp32 parameters in fp32. narrow: x comes from another bf16 op."""
     tensors = inputs(9, 16, 24)
+    if narrow:
+        tensors[0] = tensors[0].bfloat16()
 
     def under_autocast(function: object) -> list[Tensor]:
         def run(*t: Tensor) -> Tensor:

@@ -27,17 +27,20 @@ kernels = pytest.importorskip("maelm_fast.kernels.mask_and_pack")
 module = importlib.import_module("maelm_fast.ops.mask_and_pack")
 
 VOCABULARY = Vocabulary(size=60, mask_id=59, special=(0, 59, 2, 1, 3, 3))
-ODD = (512, 1, 0, 77)
+ODD = (501, 1, 0)
 BACKENDS = ["reference", "triton"]
+KINDS: list[dict[str, Any]] = [{"shown": shown} for shown in (0.0, 0.25, 0.5, 1.0)]
+KINDS += [{"policy": "bert"}, {"policy": "random"}]
 OPTIONS = [
     pytest.param(
-        MaskingConfig(rate=0.15, count=count, special_tokens=special, policy=policy),  # type: ignore[arg-type]
+        MaskingConfig(rate=rate, count=count, special_tokens=special, **kind),  # type: ignore[arg-type]
         sees_mask,
-        id=f"{count}-{'any' if special else 'ordinary'}-{policy}-{'in' if sees_mask else 'out'}",
+        id=f"{count}-{'any' if special else 'ordinary'}-{kind}-{'in' if sees_mask else 'out'}",
     )
-    for count, special, policy, sees_mask in itertools.product(
-        ("fixed", "stochastic"), (True, False), ("mask", "bert"), (False, True)
+    for (rate, count, special), kind, sees_mask in itertools.product(
+        ((0.15, "fixed", True), (0.4, "stochastic", False)), KINDS, (False, True)
     )
+    if not sees_mask or kind.get("shown") in (None, 0.0, 0.5)  # else every share is the same
 ]
 
 
@@ -91,20 +94,21 @@ def test_the_bits_are_the_loaders(backend: str, masking: MaskingConfig, sees_mas
     rate=st.floats(0.001, 0.999),
     count=st.sampled_from(["fixed", "stochastic"]),
     special_tokens=st.booleans(),
-    policy=st.sampled_from(["mask", "bert"]),
+    kind=st.sampled_from(KINDS) | st.fixed_dictionaries({"shown": st.floats(0, 1)}),
     sees_mask=st.booleans(),
     seed=st.integers(0, 2**63 - 1),
 )
 def test_any_lengths_and_rates(
-    backend: str, lengths: tuple[int, ...], sees_mask: bool, seed: int, **masking: Any
+    backend: str, lengths: tuple[int, ...], kind: dict[str, Any], sees_mask: bool, seed: int, **masking: Any
 ) -> None:
-    check(backend, lengths, MaskingConfig(**masking), sees_mask, seed)
+    check(backend, lengths, MaskingConfig(**masking, **kind), sees_mask, seed)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("lengths", [(4096,), (1025, 2), (1,), (0,), (0, 0), (1, 0, 1)], ids=str)
-def test_long_and_empty_sequences(backend: str, lengths: tuple[int, ...]) -> None:
-    check(backend, lengths, MaskingConfig(policy="bert", special_tokens=False), False, seed=3)
+@pytest.mark.parametrize("kind", [{"shown": 0.5}, {"policy": "bert"}, {"policy": "random"}], ids=str)
+@pytest.mark.parametrize("lengths", [(4096,), (1025, 2), (0,), (1, 0, 1)], ids=str)
+def test_long_and_empty_sequences(backend: str, kind: dict[str, Any], lengths: tuple[int, ...]) -> None:
+    check(backend, lengths, MaskingConfig(special_tokens=False, **kind), False, seed=3)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -157,7 +161,7 @@ def _smallest_kernel(words, out, length, number, BLOCK: tl.constexpr):
 
 
 @pytest.mark.parametrize("words", ["equal", "few", "zeros", "largest"])
-@pytest.mark.parametrize("length", [1, 90, 128])
+@pytest.mark.parametrize("length", [1, 128])
 def test_ties_go_to_the_lower_position(words: str, length: int) -> None:
     draw = np.random.default_rng(0)
     values = {
@@ -192,7 +196,7 @@ def fwd_arguments(masking: MaskingConfig, sees_mask: bool) -> tuple[Any, ...]:
 
 
 def test_registration() -> None:
-    for masking, sees_mask in ((MaskingConfig(), False), (MaskingConfig(policy="bert"), True)):
+    for masking, sees_mask in ((MaskingConfig(shown=0.5), False), (MaskingConfig(policy="bert"), True)):
         opcheck(torch.ops.maelm_fast.mask_and_pack_triton_fwd.default, *fwd_arguments(masking, sees_mask))
     ids, starts, samples, epochs, special = (
         torch.tensor(row, dtype=torch.int32, device=DEVICE) for row in ([9, 1, 8], [0, 2, 3], [1, 2], [0, 0], [1, 2])
@@ -202,9 +206,16 @@ def test_registration() -> None:
     opcheck(torch.ops.maelm_fast.mask_and_pack_triton_counts.default, *arguments)
 
 
-@pytest.mark.parametrize(("backend", "sees_mask"), [("reference", True), ("triton", True), ("triton", False)])
-def test_traces_in_one_graph(backend: str, sees_mask: bool) -> None:
-    lengths, masking = (40, 7, 21), MaskingConfig(policy="bert" if sees_mask else "mask")
+@pytest.mark.parametrize(
+    ("backend", "sees_mask", "masking"),
+    [
+        ("reference", True, MaskingConfig(policy="bert")),
+        ("triton", True, MaskingConfig(policy="bert")),
+        ("triton", False, MaskingConfig(shown=0.5)),
+    ],
+)
+def test_traces_in_one_graph(backend: str, sees_mask: bool, masking: MaskingConfig) -> None:
+    lengths = (40, 7, 21)
 
     def whole(ids: Tensor, samples: Tensor) -> PackedBatch:
         return mask_and_pack(ids, lengths, samples, 3, masking, VOCABULARY, 9, sees_mask, backend=backend)
@@ -233,11 +244,12 @@ def test_the_host_reads_back_at_most_once(
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_host_does_not_wait(backend: str) -> None:
+@pytest.mark.parametrize("kind", [{}, {"shown": 0.5}, {"policy": "random"}], ids=str)
+def test_the_host_does_not_wait(backend: str, kind: dict[str, Any]) -> None:
     lengths = (512,) * 8
     ids = tokens(lengths).to(DEVICE)
     for count in ("fixed", "stochastic"):
-        masking = MaskingConfig(count=count)  # type: ignore[arg-type]
+        masking = MaskingConfig(count=count, **kind)  # type: ignore[arg-type]
         mask_and_pack(ids, lengths, range(8), 0, masking, VOCABULARY, 9, False, backend=backend)
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -269,8 +281,9 @@ def test_what_is_refused() -> None:
         call(samples=(0, 2**32))
     with pytest.raises(UserError, match="samples must be on the host"):
         call(samples=torch.empty(2, dtype=torch.int64, device="meta"))
-    with pytest.raises(UserError, match="every token of the vocabulary is special"):
-        call(masking=MaskingConfig(policy="bert"), vocabulary=Vocabulary(3, 2, (0, 1, 2)))
+    for policy in ("bert", "random"):
+        with pytest.raises(UserError, match=f"policy {policy} draws .* every token of the vocabulary is special"):
+            call(masking=MaskingConfig(policy=policy), vocabulary=Vocabulary(3, 2, (0, 1, 2)))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="no backend 'host'"):
         call(backend="host")
     with pytest.raises(UserError, match="a sequence of 4097 tokens"):
@@ -282,3 +295,6 @@ def test_whatever_is_launched_is_among_the_variants() -> None:
     listed = {(variant.constants["BLOCK"], variant.num_warps) for variant in kernels.variants()}
     launched = {tuple(kernels.launch(longest).values()) for longest in range(kernels.LONGEST + 1)}
     assert launched == listed
+    listed = {tuple(v.constants.get(name) for name in ("POLICY", "READ")) for v in kernels.variants()} - {(None, None)}
+    asked_for = itertools.product([MaskingConfig(**kind) for kind in KINDS], (False, True))
+    assert {(masking.policy, module._read(masking, sees_mask)) for masking, sees_mask in asked_for} == listed

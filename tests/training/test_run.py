@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from maelm_fast import presets
+from maelm_fast.analysis.live import live_metric
 from maelm_fast.config import BackendConfig, OptimConfig, RunConfig
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
@@ -317,6 +318,16 @@ def test_nonfinite_updates_are_skipped_counted_and_end_the_run(
     assert len(listed["samples"]) == 12
 
 
+def test_live_ranks_are_in_the_metrics_and_change_nothing_else(store: Path, whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    pretrain("tiny", config(metrics={"rank_every": 3}), str(store), str(out), live_metric=live_metric)
+    found = rows(out)
+    ranks = [row for row in found if row["kind"] == "rank"]
+    assert [row["step"] for row in ranks] == [3, 6, 8]
+    assert all(1 <= row["rank_last"] <= 32 for row in ranks)
+    assert [row for row in found if row["kind"] != "rank"] == rows(whole)
+
+
 def test_early_stop(store: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     asked = config(optim={"lr": 1e-12, "max_steps": 50}, runtime={"early_stop": 2, "eval_every": 1})
@@ -403,8 +414,8 @@ def test_workers_build_the_same_batches(store: Path) -> None:
     opened = TokenStore.open(store, "train")
     vocabulary = trainer.Vocabulary(300, 299, (0, 1, 2, 3, 299))
     batches = TrainingBatches(opened, vocabulary, config().masking, 0, 12, 5, False)
-    alone = list(training_updates(batches, 2, 6, workers=0, pin_memory=False))
-    helped = list(training_updates(batches, 2, 6, workers=2, pin_memory=False))
+    alone = [u.micro_batches() for u in training_updates(batches, 2, 6, workers=0, pin_memory=False)]
+    helped = [u.micro_batches() for u in training_updates(batches, 2, 6, workers=2, pin_memory=False)]
     assert [len(update) for update in alone] == [3] * 4
     for a, b in zip(itertools.chain(*alone), itertools.chain(*helped), strict=True):
         assert all(

@@ -74,30 +74,35 @@ def mask_and_pack(
     number = device_counts(maskable.sum(1), _sent(torch.tensor(addends, dtype=torch.float64), device), masking.rate)
     words = position_words(longest, key, Stream.MASK, seed).where(maskable, NEVER)
     order = words.argsort(dim=1, stable=True)
-    masked = order.argsort(dim=1) < number[:, None]
+    rank = order.argsort(dim=1)
+    masked = rank < number[:, None]
+    shown = rank < device_counts(number, 0.5, masking.shown)[:, None]
 
-    shown, becomes_mask = tokens, masked
-    if masking.policy == "bert":
-        draw = position_words(longest, key, Stream.POLICY, seed)
+    read, becomes_mask = tokens, masked
+    if masking.policy != "mask":
         pick = position_words(longest, key, Stream.REPLACEMENT, seed) * (vocabulary.size - len(special)) >> 32
         for token in special:  # ascending: the pick-th token that is not special
             pick = pick + (pick >= token)
-        shown = pick.where(masked & (draw >= MASK_BELOW) & (draw < RANDOM_BELOW), tokens)
-        becomes_mask = masked & (draw < MASK_BELOW)
-    shown = shown.masked_fill(becomes_mask, vocabulary.mask_id)
-    in_encoder = valid if encoder_sees_mask else valid & ~becomes_mask
+        random, becomes_mask = masked, torch.zeros_like(masked)
+        if masking.policy == "bert":
+            draw = position_words(longest, key, Stream.POLICY, seed)
+            random = masked & (draw >= MASK_BELOW) & (draw < RANDOM_BELOW)
+            becomes_mask = masked & (draw < MASK_BELOW)
+        read = pick.where(random, tokens)
+    read = read.masked_fill(becomes_mask, vocabulary.mask_id)
+    in_encoder = valid if encoder_sees_mask else valid & ~(becomes_mask & ~shown)
 
     if counts_depend_on_device(masking, encoder_sees_mask):
         masks, removed = torch.stack((masked.sum(1), (valid & ~in_encoder).sum(1))).tolist()
     else:
         masks = [count_of(length, addend, masking.rate) for length, addend in zip(lengths, addends, strict=True)]
-        removed = [0] * len(lengths) if encoder_sees_mask else masks
+        removed = [removed_of(count, masking, encoder_sees_mask) for count in masks]
     visible = [length - gone for length, gone in zip(lengths, removed, strict=True)]
     rows = in_encoder.flatten().cumsum(0).view_as(tokens) - 1
     slots = valid.flatten().cumsum(0).view_as(tokens) - 1
     positions = position.expand_as(tokens)
     return PackedBatch(
-        visible_ids=_compact(shown, in_encoder, sum(visible)),
+        visible_ids=_compact(read, in_encoder, sum(visible)),
         visible_positions=_compact(positions, in_encoder, sum(visible)),
         cu_seqlens=_sent(cumulative(visible), device),
         source=_compact(rows.where(in_encoder, -1), valid, sum(lengths)),
@@ -137,11 +142,12 @@ def keys(values: Any, count: int, name: str) -> Tensor:
 
 
 def special_ids(vocabulary: Vocabulary, masking: MaskingConfig) -> list[int]:
-    """The special tokens, ascending, each once. Raises UserError if the BERT policy has no other token to draw."""
+    """The special tokens, ascending, each once. Raises UserError if the policy draws random tokens and no other is
+    left."""
     special = sorted({token for token in vocabulary.special if 0 <= token < vocabulary.size})
     require(
-        masking.policy != "bert" or len(special) < vocabulary.size,
-        "masking.policy bert draws random tokens, but every token of the vocabulary is special",
+        masking.policy == "mask" or len(special) < vocabulary.size,
+        f"masking.policy {masking.policy} draws random tokens, but every token of the vocabulary is special",
     )
     return special
 
@@ -166,7 +172,14 @@ def count_of(maskable: int, addend: float, rate: float) -> int:
     return min(math.floor(rate * maskable + addend), maskable)
 
 
-def device_counts(maskable: Tensor, addends: Tensor, rate: float) -> Tensor:
+def removed_of(masked: int, masking: MaskingConfig, encoder_sees_mask: bool) -> int:
+    """Of so many masked tokens, those that the encoder's row lacks; not with the BERT policy, whose draw says it."""
+    if encoder_sees_mask or masking.policy == "random":
+        return 0
+    return masked - count_of(masked, 0.5, masking.shown)
+
+
+def device_counts(maskable: Tensor, addends: Tensor | float, rate: float) -> Tensor:
     """count_of() on the device. Two operations, so that the product is rounded before the sum, as on the host."""
     product = maskable.double() * rate
     return torch.minimum((product + addends).floor().to(maskable.dtype), maskable)
