@@ -1,23 +1,30 @@
 """Named configurations: one function a row of the paper, each derived from another in the lines that differ.
 
-`presets.get("base++")` is a RunConfig; `presets.names()` lists them all.
+`presets.get("base++")` is a RunConfig; `presets.names()` lists them all. A row of an ablation is a variant, a change
+that fits any scale: `presets.get("table2/misaligned")` is `presets.variant(presets.get("base"), "misaligned")`, and
+`presets.variant(presets.get("small"), "misaligned")` is the same for one GPU. `presets.variants()` lists those.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from maelm_fast.config import MaskingConfig, ModelConfig, OptimConfig, RunConfig, RuntimeConfig
 from maelm_fast.errors import UserError
 
 _PRESETS: dict[str, Callable[[], RunConfig]] = {}
+_DESCRIPTIONS: dict[str, str] = {}
 
 
 def preset(name: str) -> Callable[[Callable[[], RunConfig]], Callable[[], RunConfig]]:
+    """Registers a function without arguments; the first line of its docstring describes the preset."""
+
     def register(function: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
         _PRESETS[name] = function
+        _DESCRIPTIONS[name] = (function.__doc__ or "").strip().splitlines()[0]
         return function
 
     return register
@@ -35,8 +42,8 @@ def get(name: str) -> RunConfig:
 
 
 def describe(name: str) -> str:
-    """The first line of the preset's docstring."""
-    return (_PRESETS[name].__doc__ or "").strip().splitlines()[0]
+    """One line on what the preset is."""
+    return _DESCRIPTIONS[name]
 
 
 def change(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
@@ -46,7 +53,126 @@ def change(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
 
 def as_roberta(config: RunConfig) -> RunConfig:
     """The baseline of a preset: [MASK] in the encoder, no decoder, everything else the same (Table 1, "Ours")."""
-    return change(config, model={"decoder": "none", "decoder_relative_bias": False})
+    decoder = ("decoder_hidden_size", "decoder_num_heads", "decoder_relative_bias", "decoder_resets_mask", "positions")
+    plain = {name: getattr(ModelConfig(), name) for name in decoder}
+    return change(config, model={"decoder": "none", **plain}, masking={"shown": 0.0})
+
+
+class Variant(NamedTuple):
+    """A row of an ablation, as the change that makes it of a configuration."""
+
+    where: str
+    title: str
+    """As the paper has it."""
+    apply: Callable[[RunConfig], RunConfig]
+    needs_decoder: bool = True
+
+
+def variants() -> list[str]:
+    return list(VARIANTS)
+
+
+def variant(config: RunConfig, name: str) -> RunConfig:
+    """A row of the paper's ablations at the scale of `config`, a MAE-LM.
+
+    Sizes keep their ratio to the encoder's or the decoder's: decoder_512 is two thirds and decoder_1024 four thirds of
+    the encoder's heads, of the same width each; decoder_2_layers is half and decoder_6_layers one and a half times the
+    decoder's layers; halves round up. Raises UserError for an unknown name and where the row cannot be had: of a
+    configuration without decoder, or if rounding leaves nothing changed (half of one layer)."""
+    if name not in VARIANTS:
+        raise UserError(f"unknown variant '{name}'; there are: {', '.join(VARIANTS)}")
+    row = VARIANTS[name]
+    if row.needs_decoder and config.model.decoder == "none":
+        raise UserError(f"variant {name} changes a MAE-LM, and model.decoder is none: start from one with a decoder")
+    return row.apply(config)
+
+
+def _changed(**sections: dict[str, Any]) -> Callable[[RunConfig], RunConfig]:
+    return lambda config: change(config, **sections)
+
+
+def _shown(share: float) -> Callable[[RunConfig], RunConfig]:
+    return _changed(masking={"shown": share})
+
+
+def _layers(ratio: float) -> Callable[[RunConfig], RunConfig]:
+    def apply(config: RunConfig) -> RunConfig:
+        return change(config, model={"decoder_layers": _ratio_of(config.model.decoder_layers, ratio, "decoder_layers")})
+
+    return apply
+
+
+def _width(ratio: float) -> Callable[[RunConfig], RunConfig]:
+    def apply(config: RunConfig) -> RunConfig:
+        heads = _ratio_of(config.model.num_heads, ratio, "num_heads")
+        return change(config, model={"decoder_hidden_size": heads * config.model.head_dim})
+
+    return apply
+
+
+def _ratio_of(count: int, ratio: float, field: str) -> int:
+    scaled = int(count * ratio + 0.5)
+    if scaled == count:
+        raise UserError(
+            f"the variant has {ratio:.2g} times model.{field}, which rounds to {count} again: start from a larger model"
+        )
+    return scaled
+
+
+VARIANTS = {
+    "mlm": Variant("table2", "enc. w. [MASK] (i.e., MLM)", as_roberta, needs_decoder=False),
+    "enc_mask_dec": Variant("table2", "enc. w. [MASK] + dec.", _shown(1.0)),
+    "dec_resets_mask": Variant(
+        "table2",
+        "enc. w. [MASK], dec. resets [MASK]",
+        _changed(masking={"shown": 1.0}, model={"decoder_resets_mask": True}),
+    ),
+    "random_replace": Variant("table2", "random replace w. real token", _changed(masking={"policy": "random"})),
+    "misaligned": Variant("table2", "misaligned position encoding", _changed(model={"positions": "misaligned"})),
+    "no_relative": Variant(
+        "table2",
+        "no relative position encoding",
+        _changed(model={"relative_bias": "none", "decoder_relative_bias": False}),
+    ),
+    "self_cross": Variant("table2", "bi. self-attention + cross-attention", _changed(model={"decoder": "self_cross"})),
+    "causal_cross": Variant(
+        "table2", "uni. self-attention + cross-attention", _changed(model={"decoder": "causal_cross"})
+    ),
+    "cross": Variant("table2", "cross-attention", _changed(model={"decoder": "cross"})),
+    "decoder_2_layers": Variant("table2", "decoder: 2 layer, 768 dimension", _layers(2 / 4)),
+    "decoder_6_layers": Variant("table2", "decoder: 6 layer, 768 dimension", _layers(6 / 4)),
+    "decoder_512": Variant("table2", "decoder: 4 layer, 512 dimension", _width(512 / 768)),
+    "decoder_1024": Variant("table2", "decoder: 4 layer, 1024 dimension", _width(1024 / 768)),
+    "delta_0.25": Variant("fig4", "a quarter of the [MASK] in the encoder", _shown(0.25)),
+    "delta_0.5": Variant("fig4", "half of the [MASK] in the encoder", _shown(0.5)),
+    "delta_0.75": Variant("fig4", "three quarters of the [MASK] in the encoder", _shown(0.75)),
+    "delta_1": Variant("fig4", "all [MASK] in the encoder", _shown(1.0)),
+    "bert_masking": Variant(
+        "appendix_e",
+        "RoBERTa with BERT's 80/10/10 masks (Fig. 6)",
+        lambda config: change(as_roberta(config), masking={"policy": "bert"}),
+        needs_decoder=False,
+    ),
+    "mask40": Variant("appendix_c", "40% masked", _changed(masking={"rate": 0.4}), needs_decoder=False),
+}
+
+PAPER_GLUE = {
+    "base": 86.1,
+    "mlm": 85.2,
+    "enc_mask_dec": 85.1,
+    "dec_resets_mask": 85.9,
+    "random_replace": 85.1,
+    "misaligned": 86.0,
+    "no_relative": 86.1,
+    "self_cross": 85.4,
+    "causal_cross": 85.5,
+    "cross": 86.0,
+    "decoder_2_layers": 85.8,
+    "decoder_6_layers": 84.8,
+    "decoder_512": 85.8,
+    "decoder_1024": 85.5,
+}
+"""Table 2: GLUE averages of the paper, medians of five seeds, by variant; base is MAE-LM itself. Fig. 4 prints none."""
 
 
 @preset("base")
@@ -86,6 +212,10 @@ def large_plus_plus() -> RunConfig:
 def base_cross() -> RunConfig:
     """Table 2, cross-attention: base with a decoder of masked tokens attending to the encoder's outputs only."""
     return change(base(), model={"decoder": "cross"})
+
+
+def _of_base(name: str) -> RunConfig:
+    return variant(base(), name)
 
 
 @preset("roberta_base")
@@ -163,6 +293,7 @@ def tiny() -> RunConfig:
             "save_every": 500,
             "eval_samples": 1024,
         },
+        metrics={"rank_every": 100},
     )
 
 
@@ -176,3 +307,15 @@ def tiny_cross() -> RunConfig:
 def roberta_tiny() -> RunConfig:
     """Standard MLM under the settings of tiny."""
     return as_roberta(tiny())
+
+
+_WHERE = {"table2": "Table 2", "fig4": "Fig. 4", "appendix_e": "Appendix E", "appendix_c": "Appendix C"}
+for _name, _row in VARIANTS.items():
+    _PRESETS[f"{_row.where}/{_name}"] = functools.partial(_of_base, _name)
+    _DESCRIPTIONS[f"{_row.where}/{_name}"] = f"{_WHERE[_row.where]}: {_row.title}"
+
+
+@preset("appendix_c/roberta_mask40")
+def roberta_mask40() -> RunConfig:
+    """Appendix C: standard MLM, 40% masked"""
+    return variant(roberta_base(), "mask40")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -52,17 +54,18 @@ def test_every_preset_builds(name: str) -> None:
 
 @pytest.mark.parametrize("name", presets.names())
 def test_every_preset_computes_a_loss_when_shrunk(name: str) -> None:
-    run = presets.change(
-        presets.get(name),
-        model={
-            "vocab_size": 300,
-            "hidden_size": 32,
-            "ffn_size": 64,
-            "num_heads": 2,
-            "num_layers": 2,
-            "decoder_layers": 2,
-        },
-    )
+    run = presets.get(name)
+    smaller = {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "ffn_size": 64,
+        "num_heads": 2,
+        "num_layers": 2,
+        "decoder_layers": 2,
+    }
+    if run.model.decoder_hidden_size:
+        smaller["decoder_hidden_size"] = run.model.decoder_hidden_size // 32
+    run = presets.change(run, model=smaller)
     model = MaeLm(run.model)
     rows = [np.arange(5, 45), np.arange(100, 117)]
     vocabulary = Vocabulary(300, 299, (0, 1, 2, 3, 299))
@@ -71,6 +74,110 @@ def test_every_preset_computes_a_loss_when_shrunk(name: str) -> None:
     loss.backward()
     assert torch.isfinite(loss)
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+# Table 2 of the paper by row: what differs from base, and the GLUE average
+TABLE_2: dict[str, tuple[dict[str, Any], float]] = {
+    "mlm": ({"decoder": "none"}, 85.2),
+    "enc_mask_dec": ({"shown": 1.0}, 85.1),
+    "dec_resets_mask": ({"shown": 1.0, "decoder_resets_mask": True}, 85.9),
+    "random_replace": ({"policy": "random"}, 85.1),
+    "misaligned": ({"positions": "misaligned"}, 86.0),
+    "no_relative": ({"relative_bias": "none"}, 86.1),
+    "self_cross": ({"decoder": "self_cross"}, 85.4),
+    "causal_cross": ({"decoder": "causal_cross"}, 85.5),
+    "cross": ({"decoder": "cross"}, 86.0),
+    "decoder_2_layers": ({"decoder_layers": 2}, 85.8),
+    "decoder_6_layers": ({"decoder_layers": 6}, 84.8),
+    "decoder_512": ({"decoder_hidden_size": 512}, 85.8),
+    "decoder_1024": ({"decoder_hidden_size": 1024}, 85.5),
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    **{f"fig4/delta_{share:g}": {"shown": share} for share in (0.25, 0.5, 0.75, 1.0)},
+    "appendix_e/bert_masking": {"decoder": "none", "policy": "bert"},
+    "appendix_c/mask40": {"rate": 0.4},
+    "appendix_c/roberta_mask40": {"decoder": "none", "rate": 0.4},
+}
+
+
+def differences(run: RunConfig, other: RunConfig) -> dict[str, Any]:
+    mine, theirs = to_dict(run), to_dict(other)
+    return {
+        field: value
+        for section in ("model", "masking", "optim", "runtime")
+        for field, value in mine[section].items()
+        if value != theirs[section][field]
+    }
+
+
+def test_ablations_differ_from_base_in_their_row_only() -> None:
+    rows = {f"table2/{name}": changes for name, (changes, _) in TABLE_2.items()} | OTHERS
+    base = presets.get("base")
+    for name, changes in rows.items():
+        assert differences(presets.get(name), base) == changes
+    assert {name for name in presets.names() if "/" in name} == set(rows)
+    known = {name.split("/")[1] for name in rows} - {"roberta_mask40"}
+    assert set(presets.variants()) == known
+    assert {"base": 86.1} | {name: glue for name, (_, glue) in TABLE_2.items()} == presets.PAPER_GLUE
+    assert presets.get("table2/mlm") == presets.get("roberta_base")
+    assert presets.get("table2/cross") == presets.get("base_cross")
+
+
+def test_decoders_of_table_2() -> None:
+    """Heads of 64, four times the width in the feed-forward, as in the encoder."""
+    sizes = {}
+    for name in ("decoder_512", "decoder_1024", "misaligned"):
+        own = presets.get(f"table2/{name}").model.decoder_config
+        sizes[name] = (own.hidden_size, own.num_heads, own.head_dim, own.ffn_size)
+    assert sizes["decoder_512"] == (512, 8, 64, 2048)
+    assert sizes["decoder_1024"] == (1024, 16, 64, 4096)
+    assert sizes["misaligned"] == (768, 12, 64, 3072)
+
+
+def test_sizes_of_variants_keep_their_ratio_at_other_scales() -> None:
+    small, tiny, large = presets.get("small"), presets.get("tiny"), presets.get("large++")
+    widths = {
+        name: [presets.variant(scale, name).model.decoder_hidden_size for scale in (small, tiny, large)]
+        for name in ("decoder_512", "decoder_1024")
+    }
+    assert widths == {"decoder_512": [5 * 64, 3 * 32, 11 * 64], "decoder_1024": [11 * 64, 5 * 32, 21 * 64]}
+    layers = [presets.variant(small, f"decoder_{n}_layers").model.decoder_layers for n in (2, 6)]
+    assert layers == [1, 3]
+    assert presets.variant(tiny, "decoder_6_layers").model.decoder_layers == 2
+    with pytest.raises(UserError, match=r"0\.5 times model\.decoder_layers, which rounds to 1 again"):
+        presets.variant(tiny, "decoder_2_layers")
+
+
+@pytest.mark.parametrize("name", presets.variants())
+def test_every_variant_can_be_had_at_our_scales(name: str) -> None:
+    for scale in ("small", "small_cross"):
+        run, base = presets.variant(presets.get(scale), name), presets.get(scale)
+        assert run != base or (scale, name) == ("small_cross", "cross")
+        assert run.optim == base.optim
+        assert from_dict(RunConfig, to_dict(run)) == run
+    assert presets.variant(presets.get("small"), "no_relative").model.decoder_relative_bias is False
+
+
+def test_variants_of_a_configuration_without_decoder() -> None:
+    roberta = presets.get("roberta_small")
+    for name in presets.variants():
+        if name in ("mlm", "bert_masking", "mask40"):
+            assert presets.variant(roberta, name).model == roberta.model
+        else:
+            with pytest.raises(UserError, match=f"variant {name} changes a MAE-LM"):
+                presets.variant(roberta, name)
+    assert presets.variant(roberta, "mask40").masking.rate == 0.4
+    with pytest.raises(UserError, match=r"unknown variant 'delta'; there are: mlm, .*mask40"):
+        presets.variant(presets.get("small"), "delta")
+
+
+def test_the_baseline_of_any_variant_is_the_plain_one() -> None:
+    small = presets.get("small")
+    for name in presets.variants():
+        baseline = presets.as_roberta(presets.variant(small, name))
+        bias = {"relative_bias": small.model.relative_bias, "decoder_layers": small.model.decoder_layers}
+        assert presets.change(baseline, model=bias).model == presets.as_roberta(small).model
+        assert baseline.masking.shown == 0.0
 
 
 def test_sizes_of_base() -> None:
@@ -95,12 +202,13 @@ def test_config_survives_a_round_trip() -> None:
         assert from_dict(RunConfig, to_dict(presets.get(name))) == presets.get(name)
 
 
-def test_config_refuses_unknown_and_missing_keys() -> None:
+def test_config_refuses_unknown_keys_and_fills_in_missing_ones() -> None:
     data = to_dict(presets.get("tiny"))
     with pytest.raises(UserError, match=r"unknown key 'optim\.lrr'"):
         from_dict(RunConfig, {**data, "optim": {**data["optim"], "lrr": 1}})
-    with pytest.raises(UserError, match="'seed' is missing"):
-        from_dict(RunConfig, {k: v for k, v in data.items() if k != "seed"})
+    older = {key: value for key, value in data.items() if key not in ("seed", "metrics")}
+    older["runtime"] = {key: value for key, value in data["runtime"].items() if key != "backend"}
+    assert from_dict(RunConfig, older) == presets.change(presets.get("tiny"), metrics={"rank_every": 1000})
 
 
 def test_unknown_preset_lists_the_known() -> None:

@@ -2,7 +2,8 @@
 
     report = export(load_run("runs/base"), Path("exported"))       # format "auto"
 
-own         our network as remote code (modeling_maelm.py travels along): encoder, decoder and head; always exact
+own         our network as remote code (modeling_maelm.py travels along), always exact: encoder, decoder and head; of
+            the ablations whose pretraining network that code does not have, the encoder
 mpnet       stock MPNet, when the bias is t5 with 32 buckets up to distance 128
 roberta     stock RoBERTa, when there is no bias
 layoutlmv3  stock LayoutLMv3 without boxes and images, for any t5 bias; on request only
@@ -28,7 +29,7 @@ from maelm_fast.config import ModelConfig, require
 from maelm_fast.data.tokenizer import PAD, special_ids, special_names
 from maelm_fast.errors import UserError
 from maelm_fast.export.compare import Differences, compare_model, compare_tokenizer
-from maelm_fast.export.mapping import own_fields, own_state, stock_fields, stock_state
+from maelm_fast.export.mapping import own_fields, own_holds_all, own_state, stock_fields, stock_state
 from maelm_fast.training.files import write_directory, write_json
 from maelm_fast.training.rundir import LoadedRun
 
@@ -141,10 +142,15 @@ def _quiet(transformers: Any) -> Iterator[None]:
 def _write_model(transformers: Any, run: LoadedRun, out: Path, format: str) -> str:
     """Writes config.json and model.safetensors, and returns the class they are of."""
     if format == "own":
-        from maelm_fast.export.modeling_maelm import MaeLmConfig, MaeLmForMaskedLM
+        from maelm_fast.export.modeling_maelm import MaeLmConfig, MaeLmForMaskedLM, MaeLmModel
 
-        model: Any = MaeLmForMaskedLM(MaeLmConfig(**own_fields(run.config.model, special_ids(run.tokenizer))))
+        whole = own_holds_all(run.config)
+        own_config = MaeLmConfig(**own_fields(run.config.model, special_ids(run.tokenizer), whole))
+        model: Any = MaeLmForMaskedLM(own_config) if whole else MaeLmModel(own_config)
         state = own_state(run.model)
+        if not whole:
+            stack = "encoder."
+            state = {name.removeprefix(stack): tensor for name, tensor in state.items() if name.startswith(stack)}
         shutil.copyfile(CODE, out / CODE.name)
     else:
         with_head = format != "layoutlmv3" and run.config.model.decoder == "none"
@@ -185,8 +191,8 @@ def _write_tokenizer(transformers: Any, run: LoadedRun, out: Path) -> None:
 
 _USE = {
     "own": """The architecture is not part of transformers; its code is `modeling_maelm.py` beside this file, so
-`trust_remote_code=True` is needed. Classes: AutoModel (encoder), AutoModelForMaskedLM (the whole pretraining network,
-for fill-mask), AutoModelForSequenceClassification, AutoModelForQuestionAnswering.""",
+`trust_remote_code=True` is needed. Classes: AutoModel (encoder), AutoModelForSequenceClassification,
+AutoModelForQuestionAnswering{masked_lm}.""",
     "layoutlmv3": """A text encoder in the LayoutLMv3 class: no boxes, no images; their tables are zeros. Loads with
 AutoModel and with the classes for fine-tuning.""",
 }
@@ -202,22 +208,27 @@ def _card(run: LoadedRun, format: str, architecture: str) -> str:
         bias = f"{model.relative_bias}, {model.relative_buckets} buckets up to distance {model.relative_max_distance}"
     decoder = "none: the encoder itself was trained on [MASK], as RoBERTa is"
     if model.decoder != "none":
-        decoder = f"{model.decoder}, {model.decoder_layers} layers, used in pretraining only"
+        width = model.decoder_config.hidden_size
+        decoder = f"{model.decoder}, {model.decoder_layers} layers of {width}, used in pretraining only"
     rows = {
         "architecture": architecture,
         "encoder": f"{model.num_layers} layers of {model.hidden_size}, {model.num_heads} heads, "
         f"feed-forward {model.ffn_size}",
-        "positions": f"{model.max_positions}, learned",
+        "positions": f"{model.max_positions}, learned, {model.positions} in pretraining",
         "relative position bias": bias,
         "decoder": decoder,
         "vocabulary": f"{model.vocab_size} tokens, byte-level BPE",
-        "masking": f"{masking.rate:g} of the tokens, policy {masking.policy}",
+        "masking": f"{masking.rate:g} of the tokens, policy {masking.policy}, {masking.shown:g} shown",
         "preset": run.record.preset,
         "data": Path(run.record.data).name,
         "checkpoint": f"update {run.step} of {run.config.optim.max_steps}, batches of {run.config.optim.batch_size}",
     }
+    masked_lm = ", AutoModelForMaskedLM (the whole pretraining network, for fill-mask)"
+    use = _USE.get(format, _USE_STOCK).format(masked_lm=masked_lm if architecture.endswith("ForMaskedLM") else "")
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     objective = "MAE-LM (arXiv 2302.02060): masked tokens are removed from its input and predicted by a decoder"
+    if masking.shown or masking.policy == "random" or model.decoder == "causal_cross":
+        objective = "an ablation of MAE-LM (arXiv 2302.02060), which the table below describes"
     if model.decoder == "none":
         objective = "masked language modelling"
     return f"""---
@@ -232,5 +243,5 @@ A text encoder pretrained with maelm_fast by {objective}.
 |---|---|
 {table}
 
-{_USE.get(format, _USE_STOCK)}
+{use}
 """

@@ -6,12 +6,13 @@ of zeros come first; token types and LayoutLMv3's boxes add zeros; queries, keys
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from maelm_fast.config import ModelConfig
+from maelm_fast.config import ModelConfig, RunConfig
 from maelm_fast.export.from_huggingface import FAMILIES, Family
 from maelm_fast.model.maelm import MaeLm
 
@@ -33,8 +34,19 @@ def _common_fields(config: ModelConfig, special: dict[str, int]) -> dict[str, An
     }
 
 
-def own_fields(config: ModelConfig, special: dict[str, int]) -> dict[str, Any]:
-    """Arguments of MaeLmConfig. special: role to id (tokenizer.special_ids).
+def own_holds_all(run: RunConfig) -> bool:
+    """Whether MaeLmForMaskedLM computes what was pretrained. It has not all of the ablations' decoders and positions,
+    and never shows the encoder a masked token; of a run that did there is the encoder to export."""
+    model, masking = run.model, run.masking
+    if model.decoder == "none":
+        return True
+    same_size = model.decoder_config == replace(model, decoder_hidden_size=None, decoder_num_heads=None)
+    same_input = masking.shown == 0.0 and masking.policy != "random" and model.positions == "aligned"
+    return model.decoder in ("self", "cross") and same_size and same_input
+
+
+def own_fields(config: ModelConfig, special: dict[str, int], whole: bool = True) -> dict[str, Any]:
+    """Arguments of MaeLmConfig. special: role to id (tokenizer.special_ids). whole: with decoder and head.
 
     auto_map says which class each AutoModel finds in the code beside it."""
     names = ("relative_bias", "relative_buckets", "relative_max_distance", "decoder_layers", "decoder_relative_bias")
@@ -45,10 +57,12 @@ def own_fields(config: ModelConfig, special: dict[str, int]) -> dict[str, Any]:
         "AutoModelForSequenceClassification": "MaeLmForSequenceClassification",
         "AutoModelForQuestionAnswering": "MaeLmForQuestionAnswering",
     }
+    if not whole:
+        del classes["AutoModelForMaskedLM"]
     return {
         **_common_fields(config, special),
         **{name: getattr(config, name) for name in names},
-        "decoder_kind": config.decoder,
+        "decoder_kind": config.decoder if whole else "none",
         "max_position_embeddings": config.max_positions,
         "mask_token_id": special["mask"],
         "auto_map": {auto: f"modeling_maelm.{name}" for auto, name in classes.items()},

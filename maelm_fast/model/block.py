@@ -1,7 +1,7 @@
 """One Transformer layer, post-LN, shared by encoder, decoder and baseline.
 
 What differs between uses is an argument: `rows` restricts queries, output projection and feed-forward to some rows
-(the last layer before the head), `memory` makes the attention cross-attention.
+(the last layer before the head), `memory` makes the attention cross-attention, `cross` adds one after it.
 
 Shapes: T rows of the input, Tq query rows, d hidden size, H heads.
 """
@@ -73,12 +73,14 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each followed by dropout, residual and LayerNorm."""
+    """Attention, cross-attention on request, and feed-forward, each followed by dropout, residual and LayerNorm."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, cross: bool = False) -> None:
         super().__init__()
         self.attention = Attention(config)
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.cross_attention = Attention(config) if cross else None
+        self.cross_attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if cross else None
         self.ffn_in = nn.Linear(config.hidden_size, config.ffn_size)
         self.ffn_out = nn.Linear(config.ffn_size, config.hidden_size)
         self.ffn_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
@@ -92,13 +94,21 @@ class Block(nn.Module):
         *,
         rows: Tensor | None = None,
         memory: Tensor | None = None,
+        cross: tuple[Tensor, AttentionLayout] | None = None,
     ) -> Tensor:
-        """x: (T, d). rows: (Tq,) the rows to compute, all if None; layout.queries describes them. Returns (Tq, d)."""
+        """x: (T, d). rows: (Tq,) the rows to compute, all if None; layout.queries describes them. memory: (Tk, d), what
+        the attention attends to; x itself if None. cross: what the cross-attention attends to, (Tk, d), and how; for
+        blocks that have one. Returns (Tq, d)."""
         if rows is not None:
             memory = x if memory is None else memory
             x = x.index_select(0, rows)
         mixed = self.attention(x, layout, bias, dropout.at(0), memory)
         x = _add_norm(mixed, x, self.attention_norm, dropout.at(1))
+        if self.cross_attention_norm is not None and self.cross_attention is not None:
+            assert cross is not None
+            cross_memory, cross_layout = cross
+            mixed = self.cross_attention(x, cross_layout, None, dropout.at(3), cross_memory)
+            x = _add_norm(mixed, x, self.cross_attention_norm, dropout.at(4))
         hidden = ops.feed_forward(x, self.ffn_in.weight, self.ffn_in.bias, self.ffn_out.weight, self.ffn_out.bias)
         return _add_norm(hidden, x, self.ffn_norm, dropout.at(2))
 

@@ -1,12 +1,20 @@
-"""The decoders, used in pretraining only. Neither has dropout; each returns the masked slots alone.
+"""The decoders, used in pretraining only. None has dropout; each returns the predicted slots alone.
 
 SelfDecoder (the paper's): every slot of the original sequences, [MASK] embeddings where tokens were removed,
-bidirectional self-attention; its last layer computes masked slots only. CrossDecoder (Table 2, "cross-attention"):
-the masked slots alone, which attend to the encoder's outputs and to nothing else.
+bidirectional self-attention; its last layer computes masked slots only. With cross-attention in each layer it is
+Table 2's "bi. self-attention + cross-attention". CrossDecoder ("cross-attention"): the masked slots alone, which attend
+to the encoder's outputs and to nothing else. CausalDecoder ("uni. self-attention + cross-attention"): the original
+tokens, shifted; it predicts all of them.
+
+The relative bias, where asked for, is that of the block's first attention; a cross-attention after it has none, as in
+T5. A decoder of another width has a linear layer in front, which encoder outputs and token embeddings pass alike
+(released code; there it comes after the [MASK] embeddings are filled in, which is the same).
 """
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maelm_fast import ops
@@ -18,46 +26,95 @@ from maelm_fast.ops import AttentionLayout, PositionBias
 
 
 class Decoder(nn.Module):
-    """What both decoders hold: a position table of their own, a LayerNorm, blocks, a relative bias on request."""
+    """What all decoders hold: a position table of their own, a LayerNorm, blocks, a relative bias on request."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.position_table = position_table(config)
-        self.embedding_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        own = config.decoder_config
+        widths = config.hidden_size, own.hidden_size
+        self.projection = nn.Linear(*widths) if widths[0] != widths[1] else None
+        self.position_table = position_table(own)
+        self.embedding_norm = nn.LayerNorm(own.hidden_size, eps=config.layer_norm_eps)
         rule = "t5" if config.relative_bias == "none" else config.relative_bias
-        self.relative_bias = RelativeBias(config, rule) if config.decoder_relative_bias else None
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.decoder_layers))
+        self.relative_bias = RelativeBias(own, rule) if config.decoder_relative_bias else None
+        self.crosses = config.decoder in ("self_cross", "causal_cross")
+        self.blocks = nn.ModuleList(Block(own, cross=self.crosses) for _ in range(config.decoder_layers))
+        self.num_heads, self.resets_mask = own.num_heads, config.decoder_resets_mask
 
-    def _input(self, encoded: Tensor, source: Tensor, positions: Tensor, mask_embedding: Tensor) -> Tensor:
+    def _project(self, rows: Tensor) -> Tensor:
+        return rows if self.projection is None else self.projection(rows)
+
+    def _input(self, rows: Tensor, source: Tensor, positions: Tensor, mask_embedding: Tensor) -> Tensor:
+        """rows: (R, w), already projected. mask_embedding: (d,), not yet. Returns (N, w)."""
         norm = self.embedding_norm
         return ops.scatter_to_decoder(
-            encoded, source, mask_embedding, positions, self.position_table, norm.weight, norm.bias, eps=norm.eps
-        )
+            rows, source, self._project(mask_embedding), positions, self.position_table, norm.weight, norm.bias,
+            eps=norm.eps,
+        )  # fmt: skip
 
     def _bias(self) -> PositionBias | None:
         return self.relative_bias() if self.relative_bias is not None else None
 
 
 class SelfDecoder(Decoder):
-    def forward(self, encoded: Tensor, batch: PackedBatch, mask_embedding: Tensor) -> Tensor:
-        """encoded: (T, d). mask_embedding: (d,). Returns (M, d), one row per masked token."""
-        x = self._input(encoded, batch.source, batch.decoder_positions, mask_embedding)
-        bias, everyone = self._bias(), AttentionLayout(batch.decoder)
+    def forward(self, encoded: Tensor, batch: PackedBatch, token_table: Tensor, mask_id: int) -> Tensor:
+        """encoded: (T, d). token_table: (V, d). Returns (M, w), one row per masked token.
+
+        A masked token that the encoder saw, as [MASK] or as another, starts from its encoder row, unless reset."""
+        source = batch.source
+        if self.resets_mask:
+            source = source.index_fill(0, batch.masked_index.long(), -1)
+        memory = self._project(encoded)
+        x = self._input(memory, source, batch.decoder_positions, token_table[mask_id])
+        bias, everyone, masked = self._bias(), AttentionLayout(batch.decoder), batch.masked
+        cross = (memory, AttentionLayout(batch.decoder, batch.visible)) if self.crosses else None
         for block in self.blocks[:-1]:
-            x = block(x, everyone, bias)
-        last: Tensor = self.blocks[-1](x, AttentionLayout(batch.masked, batch.decoder), bias, rows=batch.masked_index)
+            x = block(x, everyone, bias, cross=cross)
+        cross = (memory, AttentionLayout(masked, batch.visible)) if self.crosses else None
+        last: Tensor = self.blocks[-1](
+            x, AttentionLayout(masked, batch.decoder), bias, rows=batch.masked_index, cross=cross
+        )
         return last
 
 
 class CrossDecoder(Decoder):
-    def forward(self, encoded: Tensor, batch: PackedBatch, mask_embedding: Tensor) -> Tensor:
-        """encoded: (T, d). mask_embedding: (d,). Returns (M, d), one row per masked token.
-
-        A masked token that the encoder saw as a random or unchanged one (BERT policy) starts from its encoder row."""
+    def forward(self, encoded: Tensor, batch: PackedBatch, token_table: Tensor, mask_id: int) -> Tensor:
+        """encoded: (T, d). token_table: (V, d). Returns (M, w), one row per masked token, which starts as SelfDecoder's
+        does."""
         masked = batch.masked
         source = batch.source.index_select(0, batch.masked_index)
-        x = self._input(encoded, source, masked.positions, mask_embedding)
+        if self.resets_mask:
+            source = torch.full_like(source, -1)
+        memory = self._project(encoded)
+        x = self._input(memory, source, masked.positions, token_table[mask_id])
         bias, layout = self._bias(), AttentionLayout(masked, batch.visible)
         for block in self.blocks:
-            x = block(x, layout, bias, memory=encoded)
+            x = block(x, layout, bias, memory=memory)
         return x
+
+
+class CausalDecoder(Decoder):
+    def forward(self, encoded: Tensor, batch: PackedBatch, token_table: Tensor, mask_id: int) -> Tensor:
+        """encoded: (T, d). token_table: (V, d). Returns (N, w), one row per token of the original sequences.
+
+        Slot i reads token i-1. The first reads [MASK], which no text holds: BART's </s> would here be the separator
+        between lines as well, and the model knows no other special token."""
+        slots = torch.arange(batch.source.shape[0], dtype=torch.int32, device=batch.source.device)
+        source = torch.where(batch.decoder_positions == 0, -1, slots - 1).int()
+        tokens = F.embedding(batch.original_ids, token_table).to(encoded.dtype)
+        x = self._input(self._project(tokens), source, batch.decoder_positions, token_table[mask_id])
+        bias, everyone = self.causal_bias(), AttentionLayout(batch.decoder)
+        cross = (self._project(encoded), AttentionLayout(batch.decoder, batch.visible))
+        for block in self.blocks:
+            x = block(x, everyone, bias, cross=cross)
+        return x
+
+    def causal_bias(self) -> PositionBias:
+        """-inf for every key behind its query: causal attention on every backend that takes a bias."""
+        bias = self._bias()
+        if bias is None:
+            positions = self.position_table.shape[0]
+            reach = min(1, positions - 1)
+            bias = PositionBias(self.position_table.new_zeros(self.num_heads, 2 * reach + 1), positions)
+        behind = torch.arange(bias.line.shape[1], device=bias.line.device) > bias.reach
+        return PositionBias(bias.line.masked_fill(behind, float("-inf")), bias.positions)

@@ -1,6 +1,9 @@
-"""The encoder: what remains after pretraining. It reads packed tokens at their original positions."""
+"""The encoder: what remains after pretraining. It reads packed tokens at their original positions, or, if they are to
+be misaligned, at their places among the tokens it reads, which the device counts by itself."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +22,7 @@ class Encoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.dropout_p = config.dropout
+        self.aligned = config.positions == "aligned"
         self.token_table = nn.Parameter(torch.empty(config.table_size, config.hidden_size))
         self.position_table = position_table(config)
         self.embedding_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
@@ -39,6 +43,8 @@ class Encoder(nn.Module):
         dropout_seed: one int64 on the device, needed in training mode if the model has dropout. last: the rows (Tq,)
         int32 that the last layer computes, and their layout; the result is then (Tq, d). layers: a list to which the
         embedding output and every block's output are appended."""
+        if not self.aligned:
+            layout = replace(layout, positions=consecutive_positions(layout))
         dropout = Dropout(self.dropout_p if self.training else 0.0, dropout_seed)
         norm = self.embedding_norm
         x = ops.embed_packed(
@@ -57,3 +63,10 @@ class Encoder(nn.Module):
             if layers is not None:
                 layers.append(x)
         return x
+
+
+def consecutive_positions(layout: Layout) -> Tensor:
+    """(T,) int32: 0, 1, 2, ... in each sequence."""
+    rows = torch.arange(layout.num_tokens, dtype=torch.int32, device=layout.cu_seqlens.device)
+    sequence = torch.searchsorted(layout.cu_seqlens[1:], rows, right=True)
+    return rows - layout.cu_seqlens[sequence]

@@ -24,24 +24,43 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def training_flops(config: ModelConfig, visible: Sequence[int], original: Sequence[int], masked: Sequence[int]) -> int:
-    """Forward and backward FLOPs of one batch, given each sequence's visible, original and masked token counts."""
-    encoder_keys = original if config.decoder == "none" else visible
-    total = 0
-    for n, n_all, m in zip(encoder_keys, original, masked, strict=True):
-        full_layers = config.num_layers - (config.decoder == "none")
-        total += full_layers * _layer(config, n, n)
-        if config.decoder == "none":
-            total += _layer(config, m, n)
-        elif config.decoder == "self":
-            total += (config.decoder_layers - 1) * _layer(config, n_all, n_all) + _layer(config, m, n_all)
-        else:
-            total += config.decoder_layers * _layer(config, m, n)
-        total += 2 * m * config.hidden_size * (config.hidden_size + config.vocab_size)
+    """Forward and backward FLOPs of one batch, given each sequence's visible, original and masked token counts.
+
+    visible: the tokens in the encoder's row. Attention counts all pairs, behind a causal decoder's diagonal too, since
+    its kernel computes them. Left out: the one [MASK] row a batch that a decoder of another width projects."""
+    total = sum(_sequence(config, *counts) for counts in zip(visible, original, masked, strict=True))
     return 3 * total
+
+
+def _sequence(config: ModelConfig, visible: int, original: int, masked: int) -> int:
+    """Forward FLOPs of one sequence."""
+    d = config.hidden_size
+    if config.decoder == "none":
+        blocks = (config.num_layers - 1) * _layer(config, original, original) + _layer(config, masked, original)
+        return blocks + 2 * masked * d * (d + config.vocab_size)
+    own, before_last = config.decoder_config, config.decoder_layers - 1
+    w, predicted, projected = own.hidden_size, masked, visible
+    total = config.num_layers * _layer(config, visible, visible)
+    if config.decoder == "cross":
+        total += config.decoder_layers * _layer(own, masked, visible)
+    elif config.decoder == "causal_cross":
+        predicted, projected = original, visible + original
+        total += config.decoder_layers * (_layer(own, original, original) + _attention(own, original, visible))
+    else:
+        total += before_last * _layer(own, original, original) + _layer(own, masked, original)
+        if config.decoder == "self_cross":
+            total += before_last * _attention(own, original, visible) + _attention(own, masked, visible)
+    if w != d:
+        total += 2 * (projected + predicted) * d * w
+    return total + 2 * predicted * (w * w + d * config.vocab_size)
 
 
 def _layer(config: ModelConfig, queries: int, keys: int) -> int:
     """Forward FLOPs of one layer with that many query rows and key rows."""
+    return _attention(config, queries, keys) + 2 * queries * 2 * config.hidden_size * config.ffn_size
+
+
+def _attention(config: ModelConfig, queries: int, keys: int) -> int:
+    """Of its attention alone: the four projections and the products."""
     d = config.hidden_size
-    projections = 2 * queries * (2 * d * d + 2 * d * config.ffn_size) + 2 * keys * 2 * d * d
-    return projections + 4 * queries * keys * d
+    return 2 * (queries + keys) * 2 * d * d + 4 * queries * keys * d

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from maelm_fast.config import ModelConfig, RunConfig
+from maelm_fast.config import MaskingConfig, ModelConfig, RunConfig
 from maelm_fast.data.tokenizer import train_tokenizer
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training.rundir import LoadedRun, RunRecord, vocabulary_of
@@ -49,17 +49,19 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def make_run(tokenizer: Any) -> Callable[..., LoadedRun]:
-    """make_run(**fields of ModelConfig). 140 positions reach beyond the last bucket of 32/128."""
+    """make_run(masking, **fields of ModelConfig). 140 positions reach beyond the last bucket of 32/128."""
     base = ModelConfig(
         vocab_size=tokenizer.get_vocab_size(), max_positions=140, hidden_size=32, num_layers=2, num_heads=2,
         ffn_size=48, decoder_layers=2,
     )  # fmt: skip
 
-    def make(**fields: Any) -> LoadedRun:
+    def make(masking: MaskingConfig = MaskingConfig(), **fields: Any) -> LoadedRun:
         torch.manual_seed(0)
         model = MaeLm(replace(base, **fields)).eval()
         _roughen(model)
         record = RunRecord("base", "stores/books", "fingerprint", None)
-        return LoadedRun(model, tokenizer, vocabulary_of(tokenizer), RunConfig(model=model.config), record, 10)
+        return LoadedRun(
+            model, tokenizer, vocabulary_of(tokenizer), RunConfig(model=model.config, masking=masking), record, 10
+        )
 
     return make

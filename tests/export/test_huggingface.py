@@ -6,7 +6,7 @@ import json
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,26 @@ def test_every_format_equals_our_model(
     assert config["architectures"] == [written[1]]
     assert {"model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"} <= set(report.files)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("name", presets.variants())
+@pytest.mark.parametrize("format", ["auto", "own"])
+def test_every_ablation_exports_its_encoder(make_run: MakeRun, tmp_path: Path, format: str, name: str) -> None:
+    """And with `own`, the decoder and head of those that the file beside the weights can compute."""
+    plain = make_run()
+    config = presets.variant(plain.config, name)
+    model = {f.name: getattr(config.model, f.name) for f in fields(ModelConfig)}
+    made = make_run(masking=config.masking, **model)
+    report = export(made, tmp_path / "out", format)
+    whole = name in ("mlm", "no_relative", "cross", "decoder_2_layers", "decoder_6_layers", "bert_masking", "mask40")
+    if format == "own":
+        assert report.architecture == ("MaeLmForMaskedLM" if whole else "MaeLmModel")
+        card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+        assert ("AutoModelForMaskedLM" in card) == whole
+        auto = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]
+        assert ("AutoModelForMaskedLM" in auto) == whole
+    assert report.differences.layers == 3
+    assert report.differences.hidden < 1e-6
 
 
 @pytest.mark.parametrize(
