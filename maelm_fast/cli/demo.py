@@ -14,6 +14,7 @@ from typing import Any
 from maelm_fast import presets
 from maelm_fast.analysis.effective_rank import REPORT_FILE, measure
 from maelm_fast.analysis.fill import fill
+from maelm_fast.analysis.live import live_metric
 from maelm_fast.analysis.plots import plot_ranks, plot_runs, require_matplotlib
 from maelm_fast.cli.common import OneLineParser
 from maelm_fast.data.prepare import PrepareConfig, prepare
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> int:
     )
 
     _title(2, f"pretraining: preset {PRESET}, masked tokens removed from the encoder's input")
-    pretrain(PRESET, config, str(store), str(run))
+    pretrain(PRESET, config, str(store), str(run), live_metric=live_metric)
 
     _title(3, "report")
     loaded, report = load_run(run), RunDir(run).report

@@ -17,9 +17,11 @@ COMMANDS = {
     "pretrain": "pretrain an encoder, or go on with a run",
     "presets": "list the presets, or show one in full",
     "plot": "plot loss and accuracy of runs",
-    "rank": "effective rank of a run's representations, layer by layer",
+    "rank": "effective rank of representations, layer by layer: of runs and of Hugging Face encoders",
+    "theory": "a run against the paper's theorem: residuals and bounds, [MASK]'s own subspace",
     "fill": "fill <mask> in a text",
     "export": "write a run's encoder for Hugging Face Transformers",
+    "reproduce": "a figure or table of the paper: planned, run, reported",
     "demo": "all of it on text found on this machine, in a few minutes",
     "doctor": "what is installed and what can run here",
 }

@@ -1,46 +1,98 @@
-"""maelm-fast rank: how many dimensions the encoder uses for real tokens, and for [MASK], layer by layer."""
+"""maelm-fast rank: how many dimensions encoders use for real tokens, and for [MASK], layer by layer."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from maelm_fast.analysis.effective_rank import REPORT_FILE, RankReport, measure
+import torch
+
+from maelm_fast.analysis.effective_rank import REPORT_FILE, TAU, RankReport, check_taus, measure, write_reports
+from maelm_fast.analysis.huggingface import LONGEST, load_encoder, measure_checkpoint
 from maelm_fast.analysis.plots import plot_ranks, require_matplotlib
 from maelm_fast.batch import PackedBatch
 from maelm_fast.cli.common import OneLineParser
 from maelm_fast.config import require
 from maelm_fast.data.token_store import TokenStore
+from maelm_fast.errors import UserError
 from maelm_fast.training.hardware import choose_device
 from maelm_fast.training.rundir import RunDir, load_run
 
+CHECKPOINT_SAMPLES = 2048  # what runtime.eval_samples is to a run
+
 
 def main(argv: list[str]) -> int:
-    parser = OneLineParser(prog="maelm-fast rank", description="Effective rank of the encoder's token representations.")
-    parser.add_argument("run", metavar="RUN", help="run directory")
-    parser.add_argument("--step", type=int, help="checkpoint to read (default: the newest)")
-    parser.add_argument("--tau", type=float, default=0.9, help="share of the squared singular values (default: 0.9)")
-    parser.add_argument("--samples", type=int, help="validation samples (default: the run's runtime.eval_samples)")
-    parser.add_argument("--data", metavar="STORE", help="token store (default: the run's)")
-    parser.add_argument("--out", metavar="DIR", help="where the report goes (default: RUN/report)")
+    parser = OneLineParser(
+        prog="maelm-fast rank",
+        description="Effective rank of encoders' token representations, of one or of several in one table and picture.",
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="*", help="run directory")
+    parser.add_argument(
+        "--hf", metavar="DIR", action="append", default=[], help="directory of a Hugging Face encoder; may be repeated"
+    )
+    parser.add_argument("--step", type=int, help="checkpoint of the runs to read (default: the newest)")
+    parser.add_argument(
+        "--tau", default=str(TAU), help=f"shares of the squared singular values, e.g. 0.8,0.9 (default: {TAU})"
+    )
+    parser.add_argument(
+        "--samples", type=int, help=f"sequences (default: a run's runtime.eval_samples, {CHECKPOINT_SAMPLES} for --hf)"
+    )
+    parser.add_argument("--data", metavar="STORE", help="token store (default: the runs' own; for --hf see --text)")
+    parser.add_argument(
+        "--text", metavar="SOURCE", help="text for --hf: a file, 'embedded', or a token store (default: --data)"
+    )
+    parser.add_argument(
+        "--length", type=int, default=LONGEST, help=f"tokens of a sequence for --hf, at most (default: {LONGEST})"
+    )
+    parser.add_argument("--out", metavar="DIR", help="where the report goes (default: RUN/report, of several here)")
     options = parser.parse_args(argv)
 
-    require(0.0 < options.tau <= 1.0, f"--tau must lie above 0 and at most at 1, not {options.tau}")
+    taus = _taus(options.tau)
+    require(bool(options.runs or options.hf), "name a run, or a Hugging Face encoder with --hf DIR")
+    text = options.text or options.data
+    require(bool(text) or not options.hf, "--hf needs text: --text FILE, --text embedded, or --data STORE")
+    require(bool(options.hf) or not options.text, "--text is for --hf: a run is measured on a token store (--data)")
     require_matplotlib()  # now, rather than after the measurement
-    run = load_run(options.run, options.step)
+    reports = [_of_run(path, options, taus) for path in options.runs]
+    reports += [_of_checkpoint(path, text, options, taus) for path in options.hf]
+
+    alone = len(reports) == 1 and bool(options.runs)
+    out = Path(options.out) if options.out else RunDir(options.runs[0]).report if alone else Path()
+    write_reports(out / REPORT_FILE, reports)
+    plot_ranks(reports, (out / REPORT_FILE).with_suffix(".png"))
+    for report in reports:
+        print(_table(report))
+    print(f"written: {out / REPORT_FILE} and .png")
+    return 0
+
+
+def _of_run(path: str, options: argparse.Namespace, taus: list[float]) -> RankReport:
+    run = load_run(path, options.step)
     data = Path(options.data or run.record.data)
     require(data.is_dir(), f"the token store {data} does not exist: name one with --data STORE")
     store = TokenStore(data, "validation")
     run.model.to(choose_device(run.config.runtime))
-    report = measure(run, store, options.tau, options.samples, watch=_progress)
+    return measure(run, store, taus, options.samples, watch=_progress)
 
-    out = Path(options.out) if options.out else RunDir(options.run).report
-    report.write(out / REPORT_FILE)
-    plot_ranks([report], out / Path(REPORT_FILE).with_suffix(".png"))
-    print(_table(report))
-    print(f"written: {out / REPORT_FILE} and .png")
-    return 0
+
+def _of_checkpoint(path: str, text: str, options: argparse.Namespace, taus: list[float]) -> RankReport:
+    encoder = load_encoder(path, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    samples = CHECKPOINT_SAMPLES if options.samples is None else options.samples
+    return measure_checkpoint(encoder, text, taus, samples, options.length, watch=_progress)
+
+
+def _taus(text: str) -> list[float]:
+    try:
+        taus = sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        raise UserError(f"--tau takes numbers with commas between them, not '{text}'") from None
+    try:
+        check_taus(taus)
+    except UserError as error:
+        raise UserError(f"--{error}") from None
+    return taus
 
 
 def _progress(batches: Iterable[PackedBatch], total: int) -> Iterable[PackedBatch]:
@@ -52,15 +104,18 @@ def _progress(batches: Iterable[PackedBatch], total: int) -> Iterable[PackedBatc
 
 
 def _table(report: RankReport) -> str:
-    layers = len(report.inputs[0].ranks)
+    layers = len(report.inputs[0].ranks[0])
     width = max(len(entry.label) for entry in report.inputs)
-    lines = [
-        f"{report.preset}, step {report.step:,}: {report.tau:g}-effective rank of {report.hidden_size} dimensions, "
-        f"{report.samples:,} samples, not centred",
-        f"{'input':<{width}} {'tokens':>11} {'embed':>6}" + "".join(f"{i:>6}" for i in range(1, layers)),
-    ]
-    for entry in report.inputs:
-        lines.append(f"{entry.label:<{width}} {entry.tokens:>11,} " + "".join(f"{rank:>6}" for rank in entry.ranks))
+    lines = []
+    for i, tau in enumerate(report.taus):
+        lines += [
+            f"{report.title}: {tau:g}-effective rank of {report.hidden_size} dimensions, {report.samples:,} samples, "
+            "not centred",
+            f"{'input':<{width}} {'tokens':>11} {'embed':>6}" + "".join(f"{layer:>6}" for layer in range(1, layers)),
+        ]
+        for entry in report.inputs:
+            ranks = "".join(f"{rank:>6}" for rank in entry.ranks[i])
+            lines.append(f"{entry.label:<{width}} {entry.tokens:>11,} {ranks}")
     few = [entry.label for entry in report.inputs if entry.tokens < report.hidden_size]
     if few:
         lines.append(f"fewer tokens than dimensions in: {'; '.join(few)}. Those ranks are too low: raise --samples")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,16 +13,17 @@ from torch import Tensor
 from maelm_fast import presets
 from maelm_fast.analysis.effective_rank import (
     LEADING_VALUES,
+    REMOVES_MASK,
     REPORT_FILE,
-    GramMatrix,
-    RankReport,
+    SEES_MASK,
+    InputRanks,
     effective_ranks,
-    encoder_inputs,
     measure,
-    rank_at,
+    read_reports,
 )
-from maelm_fast.batch import PackedBatch
-from maelm_fast.cli import rank as rank_command
+from maelm_fast.analysis.gram import GramMatrix, rank_at
+from maelm_fast.analysis.inputs import encoder_inputs, evaluating, from_encoder, from_padded
+from maelm_fast.batch import PackedBatch, layout_of
 from maelm_fast.config import MaskingConfig, ModelConfig
 from maelm_fast.data.masking import Vocabulary, pack
 from maelm_fast.data.token_store import TokenStore
@@ -49,6 +49,12 @@ def batch_of(lengths: tuple[int, ...], first: int = 0, policy: str = "mask", see
     samples = np.arange(first, first + len(rows))
     masking = MaskingConfig(policy=policy)  # type: ignore[arg-type]
     return pack(rows, samples, np.zeros(len(rows), np.int64), masking, VOCABULARY, 0, sees_mask)
+
+
+def ranks_of(model: MaeLm, batches: list[PackedBatch], *taus: float) -> dict[str, InputRanks]:
+    labels = SEES_MASK if model.encoder_sees_mask else REMOVES_MASK
+    entries = effective_ranks(from_encoder(model.encoder), batches, model.mask_id, labels, taus or (0.9,))
+    return {entry.name: entry for entry in entries}
 
 
 def gram_of(hidden: Tensor) -> GramMatrix:
@@ -121,21 +127,31 @@ def test_it_is_not_centred() -> None:
 
 
 def test_streamed_batches_equal_the_whole() -> None:
-    hidden = torch.randn(100, 12)
-    parts = GramMatrix(12)
-    for part in hidden.split([1, 40, 0, 59]):
+    """fp32 rows with singular values over five decades, in uneven parts, against the SVD of the stacked matrix."""
+    hidden = (torch.randn(3001, 24) @ torch.randn(24, 24)) * torch.logspace(0, -5, 24)
+    parts = GramMatrix(24)
+    for part in hidden.split([1, 1400, 0, 1600]):
         parts.add(part)
-    assert parts.tokens == 100
+    assert parts.tokens == 3001
     torch.testing.assert_close(parts.matrix, hidden.double().T @ hidden.double(), rtol=1e-12, atol=1e-12)
+    values, directions = parts.principal_directions()
+    _, singular, exact = torch.linalg.svd(hidden.double(), full_matrices=False)
+    torch.testing.assert_close(values, singular**2, rtol=1e-4, atol=1e-9 * float(singular[0]) ** 2)
+    torch.testing.assert_close((directions[:, :8] * exact[:8].T).sum(0).abs(), torch.ones(8, dtype=torch.float64))
+    for tau in (0.5, 0.9, 0.99, 0.9999):
+        assert rank_at(values, tau) == rank_at(parts.squared_singular_values(), tau) == exact_rank(hidden, tau)
 
 
 def test_what_the_encoder_gets_under_each_input() -> None:
     seen, removed = batch_of(LENGTHS), batch_of(LENGTHS, sees_mask=False)
-    with_mask, without_mask, visible = encoder_inputs(seen, VOCABULARY.mask_id, removes_mask=True)
+    with_mask, without_mask, visible = encoder_inputs(seen, VOCABULARY.mask_id)
     assert with_mask.ids.tolist() == seen.visible_ids.tolist()
-    rows = with_mask.counted["mask_positions"]
+    assert with_mask.counted["with_mask"] is None
+    rows, others = with_mask.counted["mask_positions"], with_mask.counted["real_positions"]
     assert rows is not None
+    assert others is not None
     assert rows.nonzero().ravel().tolist() == seen.masked_index.tolist()
+    assert others.tolist() == [not row for row in rows.tolist()]
     generator = np.random.default_rng(0)
     original = [token for n in LENGTHS for token in generator.integers(4, 63, n).tolist()]
     assert without_mask.ids.tolist() == original
@@ -145,9 +161,17 @@ def test_what_the_encoder_gets_under_each_input() -> None:
     assert visible.layout.lengths == removed.lengths
 
 
+def test_only_the_passes_that_the_named_inputs_need() -> None:
+    batch = batch_of(LENGTHS)
+    assert [list(p.counted) for p in encoder_inputs(batch, 63, ("without_mask",))] == [["without_mask"]]
+    assert [list(p.counted) for p in encoder_inputs(batch, 63, ("real_positions", "visible"))] == [
+        ["real_positions"], ["visible"],
+    ]  # fmt: skip
+
+
 def test_under_the_bert_policy_only_mask_tokens_count_as_mask() -> None:
     batch = batch_of((20,) * 8, policy="bert")
-    with_mask, _, visible = encoder_inputs(batch, VOCABULARY.mask_id, removes_mask=True)
+    with_mask, _, visible = encoder_inputs(batch, VOCABULARY.mask_id)
     rows = with_mask.counted["mask_positions"]
     assert rows is not None
     shown_as_mask = int(rows.sum())
@@ -159,11 +183,13 @@ def test_under_the_bert_policy_only_mask_tokens_count_as_mask() -> None:
 def test_tokens_counted_and_ranks_equal_those_of_the_collected_states(decoder: str) -> None:
     model = MaeLm(small_model(decoder))
     batches = [batch_of(LENGTHS), batch_of((20, 20), first=4)]
-    results = {entry.name: entry for entry in effective_ranks(model, batches, tau=0.8)}
+    results = ranks_of(model, batches, 0.8, 0.95)
     original = sum(batch.counts.original for batch in batches)
     masked = sum(batch.counts.masked for batch in batches)
     tokens = {name: entry.tokens for name, entry in results.items()}
-    expected = {"with_mask": original, "without_mask": original, "mask_positions": masked}
+    expected = {
+        "with_mask": original, "without_mask": original, "mask_positions": masked, "real_positions": original - masked,
+    }  # fmt: skip
     assert tokens == (expected if decoder == "none" else {**expected, "visible": original - masked})
 
     states: list[list[Tensor]] = []
@@ -174,8 +200,10 @@ def test_tokens_counted_and_ranks_equal_those_of_the_collected_states(decoder: s
     for layer in range(model.config.num_layers + 1):
         whole = torch.cat([layers[layer] for layers in states])
         is_mask = torch.cat([batch.visible_ids == VOCABULARY.mask_id for batch in batches])
-        assert results["with_mask"].ranks[layer] == exact_rank(whole, 0.8)
-        assert results["mask_positions"].ranks[layer] == exact_rank(whole[is_mask], 0.8)
+        for i, tau in enumerate((0.8, 0.95)):
+            assert results["with_mask"].ranks[i][layer] == exact_rank(whole, tau)
+            assert results["mask_positions"].ranks[i][layer] == exact_rank(whole[is_mask], tau)
+            assert results["real_positions"].ranks[i][layer] == exact_rank(whole[~is_mask], tau)
         singular = torch.linalg.svdvals(whole.double())
         expected_values = (singular / singular.square().sum().sqrt())[:LEADING_VALUES]
         torch.testing.assert_close(
@@ -186,64 +214,77 @@ def test_tokens_counted_and_ranks_equal_those_of_the_collected_states(decoder: s
 def test_the_model_is_left_in_the_mode_it_was_in_and_dropout_is_off() -> None:
     model = MaeLm(small_model("none")).train()
     model.encoder.dropout_p = 0.5
-    first, second = (effective_ranks(model, [batch_of(LENGTHS)]) for _ in range(2))
+    with evaluating(model):
+        first, second = (ranks_of(model, [batch_of(LENGTHS)]) for _ in range(2))
     assert model.training
     assert first == second
 
 
+def test_a_model_that_takes_padded_ids_gives_the_same_ranks() -> None:
+    """The same encoder behind the other interface: padded ids and an attention mask in, (S, L, d) out."""
+    model = MaeLm(small_model("none")).eval()
+    seen: list[Tensor] = []
+
+    def call(ids: Tensor, attention_mask: Tensor) -> list[Tensor]:
+        seen.append(ids)
+        real = attention_mask.bool()
+        lengths = [int(n) for n in real.sum(1)]
+        packed: list[Tensor] = []
+        model.encoder(ids[real].int(), layout_of(lengths), layers=packed)
+        padded = [hidden.new_full((*ids.shape, hidden.shape[1]), torch.nan) for hidden in packed]
+        for whole, hidden in zip(padded, packed, strict=True):
+            whole[real] = hidden
+        return padded
+
+    labels = {"with_mask": "", "without_mask": "", "mask_positions": ""}
+    batches = [batch_of(LENGTHS)]
+    padded = effective_ranks(from_padded(call, 1), batches, model.mask_id, labels)
+    packed = effective_ranks(from_encoder(model.encoder), batches, model.mask_id, labels)
+    assert padded == packed
+    assert seen[0].shape == (len(LENGTHS), max(LENGTHS))
+    assert seen[0][2, LENGTHS[2] :].eq(1).all()
+
+
+def test_text_without_masks_needs_no_more_than_real_tokens() -> None:
+    """As after fine-tuning: batches in which nothing is masked."""
+    model = MaeLm(small_model("none")).eval()
+    batch = batch_of((2, 2, 2))
+    assert batch.counts.masked == 0
+    encode = from_encoder(model.encoder)
+    (entry,) = effective_ranks(encode, [batch], model.mask_id, {"without_mask": "all real"})
+    states = torch.stack(encode(batch.visible_ids, batch.visible)).double().detach()
+    assert entry.ranks == [[exact_rank(layer, 0.9) for layer in states]]
+
+
 def test_batches_without_mask_in_the_encoder_are_refused() -> None:
     with pytest.raises(UserError, match="encoder_sees_mask=True"):
-        effective_ranks(MaeLm(small_model("self")), [batch_of(LENGTHS, sees_mask=False)])
+        ranks_of(MaeLm(small_model("self")), [batch_of(LENGTHS, sees_mask=False)])
+
+
+def test_no_batches_are_refused() -> None:
+    with pytest.raises(UserError, match="no text to measure"):
+        ranks_of(MaeLm(small_model("self")), [])
 
 
 def test_short_sequences_without_a_masked_token_have_rank_0() -> None:
-    entries = {entry.name: entry for entry in effective_ranks(MaeLm(small_model("none")), [batch_of((2, 1))])}
+    entries = ranks_of(MaeLm(small_model("none")), [batch_of((2, 1))])
     assert entries["mask_positions"].tokens == 0
-    assert entries["mask_positions"].ranks == [0, 0, 0]
+    assert entries["mask_positions"].ranks == [[0, 0, 0]]
 
 
 def test_a_report_comes_back_as_it_was_written(make_run: Callable[..., RunDir], store: Path, tmp_path: Path) -> None:
     run = make_run()
-    report = measure(load_run(run.path), TokenStore(store, "validation"), samples=8)
+    report = measure(load_run(run.path), TokenStore(store, "validation"), (0.5, 0.9), samples=8)
     report.write(tmp_path / "out" / REPORT_FILE)
-    assert RankReport.read(tmp_path / "out" / REPORT_FILE) == report
+    assert read_reports(tmp_path / "out" / REPORT_FILE) == [report]
     assert not report.centred
     assert report.samples == 8
+    assert report.title == "tiny, step 20"
     with pytest.raises(UserError, match="cannot write"):
         report.write(tmp_path / "out" / REPORT_FILE / "below-a-file.json")
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(UserError, match="not a report of effective ranks"):
-        RankReport.read(tmp_path / "bad.json")
-
-
-def test_the_command_writes_both_files(make_run: Callable[..., RunDir], capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(preset="roberta_tiny")
-    assert rank_command.main([str(run.path), "--samples", "4", "--tau", "0.5"]) == 0
-    printed = capsys.readouterr().out
-    data = json.loads((run.report / REPORT_FILE).read_text())
-    assert data["tau"] == 0.5
-    assert data["step"] == 20
-    assert [entry["name"] for entry in data["inputs"]] == ["with_mask", "without_mask", "mask_positions"]
-    assert all(len(entry["ranks"]) == 3 for entry in data["inputs"])
-    assert (run.report / "effective_rank.png").read_bytes().startswith(b"\x89PNG")
-    assert "[MASK] positions alone" in printed
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tau", "1.5"], "--tau must lie"),
-        (["--samples", "0"], "samples must be positive"),
-        (["--step", "7"], "no checkpoint at step 7; there are: 20"),
-        (["--data", "nowhere"], "name one with --data STORE"),
-        (["--depth", "7"], "unrecognized arguments"),
-    ],
-)
-def test_wrong_arguments_say_what_is_wrong(make_run: Callable[..., RunDir], arguments: list[str], message: str) -> None:
-    run = make_run()
-    with pytest.raises(UserError, match=message):
-        rank_command.main([str(run.path), *arguments])
-    assert not run.report.exists()
+        read_reports(tmp_path / "bad.json")
 
 
 def test_sequences_longer_than_the_model_takes_are_refused(make_run: Callable[..., RunDir], store: Path) -> None:

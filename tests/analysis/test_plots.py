@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from maelm_fast.analysis.effective_rank import InputRanks, RankReport
+from maelm_fast.analysis.effective_rank import REMOVES_MASK, SEES_MASK, InputRanks, RankReport
 from maelm_fast.analysis.plots import plot_ranks, plot_runs, read_curves, short_number, smoothed
 from maelm_fast.cli import plot as plot_command
 from maelm_fast.errors import UserError
@@ -63,11 +63,51 @@ def test_plots_of_one_and_of_several_runs(make_run: MakeRun, write_metrics: Writ
     assert "<svg" in text
 
 
-def test_a_plot_of_ranks(tmp_path: Path) -> None:
-    entries = [InputRanks("with_mask", "with [MASK]", 99, [3, 4], [[1.0]] * 2)]
-    report = RankReport("tiny", 5, 16, 0.9, False, "store", 4, 0.15, "mask", entries)
-    plot_ranks([report] * 4, tmp_path / "ranks.png")
+def report_of(name: str, sees_mask: bool, taus: list[float]) -> RankReport:
+    labels = SEES_MASK if sees_mask else REMOVES_MASK
+    ranks = [[3 + i, 4 + i] for i in range(len(taus))]
+    entries = [InputRanks(entry, label, 99, ranks, [[1.0]] * 2) for entry, label in labels.items()]
+    return RankReport(name, 5, sees_mask, 16, taus, False, "store", 4, 0.15, "mask", entries)
+
+
+def test_a_plot_of_ranks_has_a_line_for_every_input(tmp_path: Path) -> None:
+    report = report_of("tiny", False, [0.9])
+    plot_ranks([report], tmp_path / "ranks.png")
     assert (tmp_path / "ranks.png").read_bytes().startswith(PNG)
+    plot_ranks([report], tmp_path / "ranks.svg")
+    assert "never seen" in svg_text(tmp_path / "ranks.svg")
+
+
+def test_several_reports_share_the_axes_of_figure_5(tmp_path: Path) -> None:
+    reports = [report_of("mlm", True, [0.8, 0.9]), report_of("mae", False, [0.8, 0.9])]
+    plot_ranks(reports, tmp_path / "both.svg")
+    text = svg_text(tmp_path / "both.svg")
+    for label in ("mlm, step 5: with [MASK]", "mlm, step 5: without [MASK]", "mae, step 5: all tokens real",
+                  "0.8-effective rank", "0.9-effective rank"):  # fmt: skip
+        assert label in text
+    assert "mae, step 5: with [MASK]" not in text
+    with pytest.raises(UserError, match="different taus"):
+        plot_ranks([reports[0], report_of("mae", False, [0.9])], tmp_path / "none.svg")
+
+
+def svg_text(path: Path) -> str:
+    """matplotlib draws text as paths and leaves it in comments."""
+    return path.read_text()
+
+
+def test_ranks_measured_in_training_are_drawn(make_run: MakeRun, write_metrics: Write, tmp_path: Path) -> None:
+    run, other = make_run(), make_run("other", preset="roberta_tiny")
+    write_metrics(run)
+    write_metrics(other)
+    rows = [{"kind": "rank", "step": s, "tokens": 9 * s, "rank_last": 10 + s, "rank_last_mask": s} for s in (1, 2)]
+    with open(run.metrics_file, "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    curves = read_curves(run, "x", over="steps")
+    assert (curves.rank_last.x, curves.rank_last.y, curves.rank_last_mask.y) == ([1, 2], [11, 12], [1, 2])
+    plot_runs([run, other], tmp_path / "with.svg")
+    assert "0.9-effective rank of the last layer" in svg_text(tmp_path / "with.svg")
+    plot_runs([other], tmp_path / "without.svg")
+    assert "effective rank" not in svg_text(tmp_path / "without.svg")
 
 
 def test_errors_say_what_to_do(
