@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "training": LEAVES | {"presets", "model", "data", "ops"},
     "analysis": LEAVES | {"presets", "model", "data", "training", "ops"},
     "export": LEAVES | {"presets", "model", "data", "training", "ops"},
-    "cli": LEAVES | {"presets", "model", "data", "training", "analysis", "export", "ops"},
+    "experiments": LEAVES | {"presets", "model", "data", "training", "analysis"},
+    "cli": LEAVES | {"presets", "model", "data", "training", "analysis", "export", "experiments", "ops"},
 }
 STANDS_ALONE = (
     PACKAGE / "export" / "modeling_maelm.py"

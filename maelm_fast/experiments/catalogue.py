@@ -1,0 +1,163 @@
+"""What each figure and table of the paper needs: which models are pretrained, and what of it cannot be made yet.
+
+A row is one line of the table or one curve of the figure. Rows of one configuration, also of other experiments, share
+one run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from maelm_fast.errors import UserError
+from maelm_fast.experiments import paper
+from maelm_fast.experiments.paper import PaperTable
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model to pretrain: variants (presets.variant) of a setting of the scale, none for MAE-LM itself."""
+
+    label: str
+    variants: tuple[str, ...] = ()
+    setting: str = "base"
+    group: str = ""
+    printed: str = ""
+    """The paper's number of this row, where it has a single one."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    name: str
+    title: str
+    rows: tuple[Row, ...]
+    missing: tuple[str, ...]
+    """What of the paper's figure or table is not made, each one sentence."""
+    table: PaperTable | None = None
+    every_checkpoint: bool = False
+    """Whether ranks are measured at every checkpoint, not at the last one only."""
+    notes: tuple[str, ...] = ()
+
+
+_MLM = Row("MLM", ("mlm",))
+_MAE_LM = Row("MAE-LM")
+_TABLE_2_VARIANTS = (
+    (),
+    ("mlm",),
+    ("enc_mask_dec",),
+    ("dec_resets_mask",),
+    ("random_replace",),
+    ("misaligned",),
+    ("no_relative",),
+    ("self_cross",),
+    ("causal_cross",),
+    ("cross",),
+    ("decoder_2_layers",),
+    ("decoder_6_layers",),
+    ("decoder_512",),
+    ("decoder_1024",),
+)
+
+
+def _table_2() -> tuple[Row, ...]:
+    printed = [(group, *row) for group, rows in paper.TABLE_2.groups for row in rows]
+    return tuple(
+        Row(label, variants, group=group, printed=glue)
+        for (group, label, glue), variants in zip(printed, _TABLE_2_VARIANTS, strict=True)
+    )
+
+
+_FINE_TUNING = "fine-tuning is not part of this package yet"
+
+EXPERIMENTS = {
+    experiment.name: experiment
+    for experiment in (
+        Experiment(
+            "fig1",
+            "Figure 1: effective rank in an MLM-pretrained model, by layer",
+            (_MLM,),
+            (),
+            notes=("The paper measures the released RoBERTa base; here the MLM is pretrained by this command.",),
+        ),
+        Experiment(
+            "fig3",
+            "Figure 3: intermediate checkpoints against pretraining time",
+            (_MLM, _MAE_LM),
+            (
+                f"The paper's quantity, MNLI accuracy of fine-tuned checkpoints, is missing: {_FINE_TUNING}. In its "
+                f"place stand validation loss and effective rank.",
+            ),
+            every_checkpoint=True,
+        ),
+        Experiment(
+            "fig4",
+            "Figure 4: share delta of the [MASK] tokens that the encoder sees",
+            (
+                Row("0"),
+                *(Row(delta, (f"delta_{delta}",)) for delta in ("0.25", "0.5", "0.75", "1")),
+            ),
+            (f"The paper's quantities, GLUE average and SQuAD EM, are missing: {_FINE_TUNING}.",),
+        ),
+        Experiment(
+            "fig5",
+            "Figure 5: effective rank of MLM and MAE-LM, by layer",
+            (_MLM, _MAE_LM),
+            (f"Figure 5(b), ranks after fine-tuning on MNLI, is missing: {_FINE_TUNING}.",),
+        ),
+        Experiment(
+            "fig6",
+            "Figure 6: effective rank in a model pretrained with BERT's masking, by layer",
+            (Row("MLM, BERT masking", ("bert_masking",)),),
+            (),
+        ),
+        Experiment(
+            "table1",
+            "Table 1: MLM and MAE-LM in the base and base++ settings",
+            (
+                Row("RoBERTa (Ours)", ("mlm",), group="base"),
+                Row("MAE-LM", group="base"),
+                Row("MAE-LM", setting="base++", group="base++"),
+            ),
+            (f"GLUE and SQuAD results of our own are missing: {_FINE_TUNING}.",),
+            table=paper.TABLE_1,
+        ),
+        Experiment(
+            "table2",
+            "Table 2: ablations",
+            _table_2(),
+            (f"The GLUE column of our own is missing: {_FINE_TUNING}.",),
+            table=paper.TABLE_2,
+        ),
+        Experiment(
+            "table6",
+            "Table 6: large models",
+            (
+                Row("RoBERTa", ("mlm",), setting="large++", group="large++"),
+                Row("MAE-LM", setting="large++", group="large++"),
+            ),
+            (f"GLUE and SQuAD results of our own are missing: {_FINE_TUNING}.",),
+            table=paper.TABLE_6,
+            notes=("The paper takes its RoBERTa and BART numbers from their authors; here an MLM is pretrained.",),
+        ),
+        Experiment(
+            "table7",
+            "Table 7: zero-shot and few-shot prompting",
+            (
+                Row("RoBERTa", ("mlm",), setting="large++", group="large++"),
+                Row("MAE-LM", setting="large++", group="large++"),
+            ),
+            (
+                f"All three groups of results of our own are missing: prompting and {_FINE_TUNING}. Here is the "
+                f"pretraining of the pair to be compared.",
+            ),
+            table=paper.TABLE_7,
+            notes=("The paper takes its RoBERTa numbers from Gao et al. (2021); here an MLM is pretrained.",),
+        ),
+    )
+}
+
+
+def get(name: str) -> Experiment:
+    """The experiment of that name, or UserError listing the names there are."""
+    if name not in EXPERIMENTS:
+        raise UserError(f"unknown experiment '{name}'; there are: {', '.join(EXPERIMENTS)}")
+    return EXPERIMENTS[name]

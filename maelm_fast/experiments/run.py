@@ -1,0 +1,226 @@
+"""Runs the cells of a plan, in this process, resumably, sharing the work with any other process on the same directory.
+
+    OUT/ledger.jsonl    what is finished, with its results (ledger.py)
+    OUT/locks/          a lock per cell, held while it is worked on
+    OUT/stores/         token stores made from text
+    OUT/runs/           ordinary run directories, their names ending in the cell's key
+    OUT/<experiment>/   REPORT.md and figure.png
+
+Killed anywhere, the same command goes on: finished parts are skipped, pretraining goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from maelm_fast.analysis.effective_rank import measure
+from maelm_fast.analysis.live import live_metric
+from maelm_fast.config import require
+from maelm_fast.data.prepare import PrepareConfig, prepare
+from maelm_fast.data.readers import COMPRESSIONS, FORMATS
+from maelm_fast.data.token_store import MANIFEST_FILE, Manifest, TokenStore
+from maelm_fast.errors import UserError
+from maelm_fast.experiments.ledger import Ledger, lock
+from maelm_fast.experiments.plan import PRETRAINING, Cell, Plan, rank_stage, the_store_fits
+from maelm_fast.experiments.scales import Corpus
+from maelm_fast.training.hardware import choose_device
+from maelm_fast.training.job import pretrain
+from maelm_fast.training.rundir import RunDir, load_run
+
+log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 1.0  # while another process works on what is left
+
+
+class Stopped(Exception):
+    """A signal asked for a stop; all that was finished is in the ledger, and pretraining in its checkpoint."""
+
+
+def is_store(data: str) -> bool:
+    return (Path(data) / MANIFEST_FILE).is_file()
+
+
+def place_data(plan: Plan, data: str, out: Path) -> Plan:
+    """The plan on token stores: the given one, or one for each corpus of the plan made from the text."""
+    if is_store(data):
+        manifest = TokenStore.open(data, "train").manifest
+        the_store_fits(plan, manifest.seq_len, manifest.cased, data)
+        return plan.with_data(dict.fromkeys(plan.corpora, (data, manifest.fingerprint, manifest.vocab_size)))
+    stores = {}
+    for corpus in plan.corpora:
+        path = out / "stores" / corpus.name
+        with lock(out / "locks" / f"store-{corpus.name}.lock", wait=True):
+            manifest = prepare(_prepare_config(data, corpus, path), lambda line: print(line, flush=True))
+        stores[corpus] = (str(path), manifest.fingerprint, manifest.vocab_size)
+    return plan.with_data(stores)
+
+
+def _prepare_config(data: str, corpus: Corpus, out: Path) -> PrepareConfig:
+    """Of a directory, files with "validation" in their names are the validation split, if there are any."""
+    inputs: tuple[str, ...] = (data,)
+    validation: tuple[str, ...] = ()
+    if Path(data).is_dir():
+        endings = tuple(f + c for f in FORMATS for c in ("", *COMPRESSIONS))
+        files = sorted(str(p) for p in Path(data).iterdir() if p.name.endswith(endings))
+        require(bool(files), f"{data} is neither a token store nor a directory of text ({', '.join(FORMATS)})")
+        validation = tuple(f for f in files if "validation" in Path(f).name)
+        inputs = tuple(f for f in files if f not in validation)
+    return PrepareConfig(
+        inputs=inputs,
+        validation_inputs=validation,
+        out=out,
+        vocab_size=corpus.vocab_size,
+        cased=corpus.cased,
+        seq_len=corpus.seq_len,
+        validation=corpus.validation,
+    )
+
+
+def run_plan(plan: Plan, out: Path) -> None:
+    """Works until no cell of the plan is left undone or untried, by this process or another.
+
+    Cells that fail are recorded in the ledger and do not stop the others. Raises Stopped after SIGTERM or SIGINT."""
+    ledger, runs = Ledger(out), plan.runs
+    waiting = list(runs)
+    with _stops():
+        while waiting:
+            busy = []
+            for cell in waiting:
+                with lock(out / "locks" / f"{cell.key}.lock") as ours:
+                    if ours:
+                        _work(cell, ledger, out, f"[{runs.index(cell) + 1}/{len(runs)}]")
+                    else:
+                        busy.append(cell)
+            if len(busy) == len(waiting):
+                time.sleep(_POLL_SECONDS)
+            waiting = busy
+
+
+def _work(cell: Cell, ledger: Ledger, out: Path, place: str) -> None:
+    """The stages of a cell that the ledger does not have, up to the first that fails. Its lock must be held."""
+    todo = [stage for stage, config in cell.stages.items() if ledger.result(cell.key, stage, config) is None]
+    if not todo:
+        print(f"{place} {title(cell)}: finished", flush=True)
+        return
+    run = run_dir(out, cell)
+    for stage in todo:
+        print(f"\n{place} {title(cell)}: {stage}", flush=True)
+        row = {"key": cell.key, "stage": stage, "config": cell.stages[stage], "label": cell.row.label,
+               "seed": cell.config.seed, "run": run.path.name}  # fmt: skip
+        try:
+            row["result"] = _stage(cell, stage, run)
+        except Stopped:
+            raise
+        except UserError as error:
+            row["error"] = str(error)
+        except Exception as error:  # whatever it is must not cost the other cells their turn; the log has the trace
+            log.exception("%s: %s", title(cell), stage)
+            row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        ledger.append({**row, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+        if "error" in row:
+            print(f"{place} {title(cell)}: failed: {row['error']}", flush=True)
+            return
+
+
+def _stage(cell: Cell, stage: str, run: RunDir) -> dict[str, Any]:
+    if stage == PRETRAINING:
+        pretrain(cell.preset, cell.config, cell.data, str(run.path), live_metric=live_metric)
+        if not _finished(run):
+            raise Stopped
+        return pretraining_result(run)
+    step = next(step for step in cell.rank_steps if stage == rank_stage(step))
+    return _ranks(cell, run, step)
+
+
+def title(cell: Cell) -> str:
+    return f"{cell.row.label}, seed {cell.config.seed}"
+
+
+def run_dir(out: Path, cell: Cell) -> RunDir:
+    """Where the cell's run is, under whatever name an experiment gave it first, or where it will be."""
+    there = next((out / "runs").glob(f"*-{cell.key}"), None)
+    return RunDir(there or out / "runs" / f"{cell.name}-{cell.key}")
+
+
+def _finished(run: RunDir) -> bool:
+    """Whether pretraining came to its end, not to a signal."""
+    checkpoint = run.last_whole_checkpoint()
+    return checkpoint is not None and bool(json.loads((checkpoint / "state.json").read_text())["finished"])
+
+
+def pretraining_result(run: RunDir) -> dict[str, Any]:
+    """What the run's own files say of it, over all its starts."""
+    rows = list(run.metrics())
+    environment = json.loads(run.env_file.read_text())[-1]
+    evaluations = [row for row in rows if row["kind"] == "validation"]
+    times = training_seconds(rows)
+    keys = ("step", "tokens", "val_loss", "val_accuracy", "unigram_nats")
+    return {
+        **{key: evaluations[-1][key] for key in keys},
+        "seconds": times[-1][1],
+        "curve": [
+            {
+                **{key: row[key] for key in ("step", "tokens", "val_loss")},
+                "seconds": next(seconds for step, seconds in times if step >= row["step"]),
+            }
+            for row in evaluations
+        ],
+        **{key: environment[key] for key in ("device", "precision", "threads", "commit")},
+        "torch": environment["packages"]["torch"],
+    }
+
+
+def training_seconds(rows: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    """(step, seconds of training so far), evaluation and saving left out: tokens over the logged rate, summed."""
+    seconds, tokens, result = 0.0, 0, []
+    for row in rows:
+        if row["kind"] == "train":
+            seconds += (row["tokens"] - tokens) / row["tokens_per_s"]
+            tokens = row["tokens"]
+            result.append((row["step"], seconds))
+    return result
+
+
+def _ranks(cell: Cell, run: RunDir, step: int) -> dict[str, Any]:
+    """Effective ranks of one checkpoint by input, a list over the layers; all of the report is in the run directory."""
+    loaded = load_run(run.path, step)
+    loaded.model.to(choose_device(loaded.config.runtime))
+    report = measure(loaded, TokenStore.open(cell.data, "validation"), samples=cell.rank_samples)
+    report.write(run.report / f"effective_rank-step_{step}.json")
+    return {
+        "step": step,
+        "tau": report.taus[0],
+        "hidden_size": report.hidden_size,
+        "samples": report.samples,
+        "ranks": {entry.name: entry.ranks[0] for entry in report.inputs},
+        "rows": {entry.name: entry.tokens for entry in report.inputs},
+    }
+
+
+@contextlib.contextmanager
+def _stops() -> Iterator[None]:
+    """SIGTERM and SIGINT end the work where it stands. While a model trains, the trainer takes them and saves first."""
+
+    def stop(number: int, _: object) -> None:
+        raise Stopped
+
+    previous: dict[signal.Signals, Callable[..., Any] | int | None] = {}
+    try:
+        for s in (signal.SIGTERM, signal.SIGINT):
+            previous[s] = signal.signal(s, stop)
+        yield
+    finally:
+        for s, handler in previous.items():
+            signal.signal(s, handler)
+
+
+def manifests(plan: Plan) -> dict[str, Manifest]:
+    """By path, of the stores that the plan was placed on."""
+    return {cell.data: Manifest.read(Path(cell.data)) for cell in plan.cells}

@@ -1,0 +1,131 @@
+"""How large the experiments are made: four scales, each a model and a corpus for every setting of the paper it runs.
+
+Decoders have two layers at least, so that half of them (Table 2's two of four) is a smaller decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from maelm_fast import presets
+from maelm_fast.config import RunConfig
+from maelm_fast.errors import UserError
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a token store must be made like, if it is not given."""
+
+    vocab_size: int
+    seq_len: int
+    cased: bool = False
+    validation: float = 0.01
+
+    @property
+    def name(self) -> str:
+        return f"{'cased' if self.cased else 'uncased'}-{self.vocab_size}-{self.seq_len}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """MAE-LM in one of the paper's settings at this scale. preset: the one that `config` was made from."""
+
+    preset: str
+    config: RunConfig
+    corpus: Corpus
+
+
+@dataclass(frozen=True)
+class Scale:
+    name: str
+    about: str
+    settings: dict[str, Setting]
+    """By the paper's name of the setting. Rows of settings that are not here are left out, and the report says so."""
+    checkpoints: int
+    """A run is evaluated and saved so many times, evenly spaced, and every checkpoint is kept."""
+    rank_samples: int
+    """Validation samples that effective ranks are measured on."""
+    text: str | None = None
+    """The text taken when none is given."""
+    gpu: bool = False
+    """Whether its time is planned for a GPU where this machine has none; it is then run only when told to."""
+    meaningless: bool = False
+
+
+def smoke() -> Scale:
+    base = presets.change(
+        presets.get("tiny"),
+        model={"max_positions": 64, "hidden_size": 96, "num_heads": 3, "ffn_size": 384, "decoder_layers": 2},
+        optim={"batch_size": 16, "max_steps": 60, "warmup_steps": 10},
+        runtime={"micro_batch_size": 16, "eval_samples": 64},
+    )
+    large = presets.change(base, model={"num_layers": 2 * base.model.num_layers})
+    corpus = Corpus(base.model.vocab_size, base.model.max_positions, validation=0.02)
+    return Scale(
+        name="smoke",
+        about="minutes on two CPU cores, to see that everything works",
+        settings={"base": Setting("tiny", base, corpus), "large++": Setting("tiny", large, corpus)},
+        checkpoints=3,
+        rank_samples=64,
+        text="embedded",
+        meaningless=True,
+    )
+
+
+def cpu() -> Scale:
+    base = presets.change(
+        presets.get("tiny"),
+        model={"vocab_size": 4096, "num_layers": 4, "decoder_layers": 2},
+        optim={"batch_size": 64, "max_steps": 12_208, "warmup_steps": 600},
+        runtime={"micro_batch_size": 32, "log_every": 50, "eval_samples": 2048},
+    )
+    large = presets.change(base, model={"num_layers": 2 * base.model.num_layers})
+    corpus = Corpus(base.model.vocab_size, base.model.max_positions)
+    return Scale(
+        name="cpu",
+        about="100 million tokens a run on a few CPU cores",
+        settings={"base": Setting("tiny", base, corpus), "large++": Setting("tiny", large, corpus)},
+        checkpoints=8,
+        rank_samples=2048,
+    )
+
+
+def gpu() -> Scale:
+    base = presets.get("small")
+    large = presets.change(base, model={"num_layers": 2 * base.model.num_layers})
+    corpus = Corpus(base.model.vocab_size, base.model.max_positions)
+    return Scale(
+        name="gpu",
+        about="655 million tokens a run on one GPU",
+        settings={"base": Setting("small", base, corpus), "large++": Setting("small", large, corpus)},
+        checkpoints=10,
+        rank_samples=8192,
+        gpu=True,
+    )
+
+
+def full() -> Scale:
+    corpora = {
+        "base": Corpus(32_768, 512),
+        "base++": Corpus(64_000, 512, cased=True),
+        "large++": Corpus(64_000, 512, cased=True),
+    }
+    return Scale(
+        name="full",
+        about="the paper's models, updates and batches",
+        settings={name: Setting(name, presets.get(name), corpus) for name, corpus in corpora.items()},
+        checkpoints=25,
+        rank_samples=10_000,  # 5 million tokens, as the paper's
+        gpu=True,
+    )
+
+
+SCALES: dict[str, Callable[[], Scale]] = {"smoke": smoke, "cpu": cpu, "gpu": gpu, "full": full}
+
+
+def get(name: str) -> Scale:
+    """The scale of that name, or UserError listing the names there are."""
+    if name not in SCALES:
+        raise UserError(f"unknown scale '{name}'; there are: {', '.join(SCALES)}")
+    return SCALES[name]()
