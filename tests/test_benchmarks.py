@@ -3,58 +3,340 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch._C._autograd import DeviceType
 
 pytest.importorskip("transformers")
 
-from benchmarks import attention, peers, train_step
-from maelm_fast.model.maelm import MaeLm
+from benchmarks import attention, contestants, shares, train_step
+from benchmarks.classes import CLASSES
+from benchmarks.contestants import Contestant, Settings
+from benchmarks.padded import PaddedMaeLm
 
-SETTINGS = train_step.Settings(batch=2, seq=64, dropout=0.0, bias=False, shape="tiny")
+SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "ffn_size": 128, "vocab_size": 512}
+SETTINGS = Settings(batch=2, seq=64, dropout=0.1, bias=True, shape="tiny", changes=SMALL)
+GATED = ["tiny", "roberta_tiny", "hf", "padded"]
 
 
-def test_hugging_face_copy_has_our_loss_and_gradients() -> None:
-    config = SETTINGS.model_config(train_step.HF)
-    ours, theirs = MaeLm(config), peers.hugging_face_roberta(config)
-    peers.copy_weights(ours, theirs)
-    batch = SETTINGS.packed(config.vocab_size, encoder_sees_mask=True)
-    loss, their_loss = ours(batch)[0] / batch.counts.masked, theirs(**peers.hugging_face_inputs(batch)).loss
-    torch.testing.assert_close(loss, their_loss)
-    loss.backward()
-    their_loss.backward()
-    grads: dict[str, Any] = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    torch.testing.assert_close(ours.encoder.token_table.grad, grads["roberta.embeddings.word_embeddings.weight"])
-    positions = grads["roberta.embeddings.position_embeddings.weight"]
-    torch.testing.assert_close(ours.encoder.position_table.grad, positions[2:])
-    first: Any = ours.encoder.blocks[0]
-    values = grads["roberta.encoder.layer.0.attention.self.value.weight"]
-    torch.testing.assert_close(first.attention.qkv.weight.grad[-config.hidden_size :], values)
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_step, "alone", lambda function, *arguments: function(*arguments))
+
+
+def compiled_as(monkeypatch: pytest.MonkeyPatch, change: float) -> None:
+    """torch.compile for a test that has no time for it: the model itself, its loss times 1 + change."""
+
+    def compile_(model: Any, **options: Any) -> Any:
+        return lambda batch: tuple(value * (1 + change) for value in model(batch))
+
+    monkeypatch.setattr(contestants.torch, "compile", compile_)
+
+
+@pytest.mark.parametrize("lengths", ["full", "documents"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gate_holds(monkeypatch: pytest.MonkeyPatch, lengths: str, bias: bool) -> None:
+    compiled_as(monkeypatch, 0.0)
+    settings = Settings(**{**vars(SETTINGS), "lengths": lengths, "bias": bias})
+    values, skipped = train_step.gate([*GATED, "tiny_compiled"], settings)
+    assert not skipped
+    assert {*GATED, "tiny_compiled", "hf, our weights", "ours, as hf"} < set(values)
+    assert values["padded, our weights"] == pytest.approx(values["ours, as padded"], rel=1e-5)
 
 
 def test_gate_stops_when_the_weights_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert train_step.gate(["tiny"], SETTINGS)["tiny"] > 0
     monkeypatch.setattr(train_step, "copy_weights", lambda ours, theirs: None)
-    with pytest.raises(SystemExit, match="disagree"):
+    with pytest.raises(SystemExit, match=r"hf, our weights and ours, as hf disagree"):
+        train_step.gate(["tiny", "hf_compiled"], SETTINGS)  # before anything is compiled
+
+
+def test_gate_stops_when_the_padded_model_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(PaddedMaeLm):
+        def forward(self, inputs: Any) -> torch.Tensor:
+            return super().forward(inputs._replace(positions=inputs.positions + 1))
+
+    monkeypatch.setattr(train_step, "PaddedMaeLm", Wrong)
+    settings = Settings(**{**vars(SETTINGS), "seq": 32})
+    with pytest.raises(SystemExit, match=r"padded, our weights and ours, as padded disagree"):
+        train_step.gate(["tiny", "padded"], settings)
+
+
+def test_gate_stops_when_the_compiled_model_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled_as(monkeypatch, 1e-4)
+    with pytest.raises(SystemExit, match=r"tiny_compiled and tiny disagree"):
+        train_step.gate(["tiny_compiled"], SETTINGS)
+
+
+def test_gate_stops_at_a_loss_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Contestant, "loss", lambda self: torch.tensor(float("nan")))
+    with pytest.raises(SystemExit, match=r"tiny and tiny disagree"):
         train_step.gate(["tiny"], SETTINGS)
 
 
+ROW = {
+    "date", "commit", "device", "threads", "load", "torch", "transformers", "model", "precision", "batch", "seq",
+    "rate", "dropout", "bias", "lengths", "compiled", "rounds", "tokens_per_s", "ratios", "cpu_ratios",
+    "mflop_per_token", "tflop_per_s", "mfu", "peak_memory_mb", "first_loss", "seconds", "kernels",
+    "joules_per_mtoken", "graphs",
+    "recompiles", "skipped", "gate",
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(train_step, "alone", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(train_step, "PROFILED_STEPS", 1)
+    monkeypatch.setitem(train_step.PART_STEPS, "cpu", 1)
     out = tmp_path / "results" / "rows.jsonl"
-    arguments = ["--models", "tiny,roberta_tiny", "--peers", "hf", "--seq", "64", "--batch", "2", "--rounds", "2"]
-    train_step.main([*arguments, "--dropout", "0.1", "--bias", "--out", str(out)])
+    arguments = [
+        "--device",
+        "cpu",
+        "--models",
+        "tiny,roberta_tiny",
+        "--peers",
+        "hf,padded",
+        "--seq",
+        "32",
+        "--batch",
+        "2",
+    ]
+    train_step.main([*arguments, "--rounds", "3", "--dropouts", "0.1", "--lengths", "documents", "--out", str(out)])
     rows = {row["model"]: row for row in map(json.loads, out.read_text().splitlines())}
-    assert list(rows) == ["tiny", "roberta_tiny", "hf"]
-    assert [row["bias"] for row in rows.values()] == ["t5", "t5", "none"]
-    assert {row["dropout"] for row in rows.values()} == {0.1}
-    assert rows["hf"]["ratio_to_hf"] == {"median": 1.0, "q1": 1.0, "q3": 1.0}
+    assert list(rows) == ["tiny", "roberta_tiny", "hf", "padded"]
+    assert [row["bias"] for row in rows.values()] == ["t5", "t5", "none", "t5"]
+    assert len({row["date"] for row in rows.values()}) == 1
+    for name, row in rows.items():
+        assert set(row) == ROW
+        assert (row["dropout"], row["lengths"], row["compiled"], row["skipped"]) == (0.1, "documents", False, None)
+        assert (row["mfu"], row["joules_per_mtoken"], row["graphs"], row["recompiles"]) == (None,) * 4
+        assert set(row["ratios"]) == set(row["cpu_ratios"]) == set(rows) - {name}
+        assert set(row["seconds"]) == {"data", "forward", "backward", "optimizer"}
+        assert min(row["seconds"].values()) > 0
+        assert list(row["kernels"]) == list(CLASSES)
+        assert sum(row["kernels"].values()) == pytest.approx(1.0)
+        assert row["tokens_per_s"]["q1"] <= row["tokens_per_s"]["median"] <= row["tokens_per_s"]["q3"]
+        for other, ratio in row["ratios"].items():  # of three rounds the medians are one round's
+            assert ratio["median"] * rows[other]["ratios"][name]["median"] == pytest.approx(1.0, abs=0.01)
     assert rows["hf"]["mflop_per_token"] > rows["roberta_tiny"]["mflop_per_token"]
-    assert all(row["tokens_per_s"]["q1"] <= row["tokens_per_s"]["median"] for row in rows.values())
-    assert "roberta_tiny" in capsys.readouterr().out
+    assert rows["padded"]["mflop_per_token"] > rows["tiny"]["mflop_per_token"]
+    assert "10% masked" not in (printed := capsys.readouterr().out)
+    assert "15% masked, dropout 0.1, bias, documents; 2 x 32 tokens" in printed
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_what_cannot_run_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*arguments: Any) -> Any:
+        raise ImportError("No module named 'transformers'")
+
+    def too_large(settings: Settings) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 TiB")
+
+    monkeypatch.setattr(contestants, "modernbert", missing)
+    monkeypatch.setattr(train_step, "_padded_gate", too_large)
+    names = ["tiny", "modernbert", "padded"]
+    rows, _ = train_step.compare(names, SETTINGS, rounds=1, profiled=False)
+    reasons = {row["model"]: row["skipped"] for row in rows}
+    assert reasons["tiny"] is None
+    assert reasons["modernbert"] == "ImportError: No module named 'transformers'"
+    assert reasons["padded"] == "out of memory: CUDA out of memory."
+    assert rows[0]["ratios"] == {}
+    assert rows[0]["kernels"] is None
+    assert all(set(row) == ROW for row in rows)
+    assert all(row[name] is None for row in rows[1:] for name in train_step.MEASURED)
+    assert sum(line.startswith("  skipped: ") for line in train_step.table(rows)) == 2
+
+
+def test_an_error_of_our_own_model_is_not_skipped() -> None:
+    with pytest.raises(RuntimeError, match="a bug"):
+        train_step.reason("tiny", RuntimeError("a bug"))
+    assert train_step.reason("tiny", torch.OutOfMemoryError("x")) == "out of memory: x"
+    assert train_step.reason("tiny_compiled", RuntimeError("no compiler\nhelp")) == "RuntimeError: no compiler"
+
+
+def test_a_compilation_after_the_first_step_is_counted() -> None:
+    torch._dynamo.reset()
+    double = torch.compile(lambda x: x * 2, backend="eager")
+    double(torch.zeros(3))
+    record = train_step.Record(Contestant("tiny", SETTINGS), 0.0, 1)
+    with record.watched():
+        double(torch.ones(3))
+    assert record.recompiles == 0
+    with record.watched():
+        double(torch.zeros(3, dtype=torch.int64))
+    assert record.recompiles == 1
+
+
+def test_list_names_every_case_and_contestant_and_runs_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train_step, "Contestant", None)
+    arguments = ["--device", "cuda", "--list", "--rates", "0.15,0.4", "--dropouts", "0,0.1", "--biases", "off,on"]
+    arguments += ["--lengths", "full,documents", "--models", "base,base_compiled,roberta_base", "--batch", "4"]
+    assert train_step.main([*arguments, "--peers", "hf,hf_compiled,modernbert,padded"]) == 0
+    listed = capsys.readouterr().out
+    for rate in ("15%", "40%"):
+        for setting in ("dropout 0, no bias", "dropout 0, bias", "dropout 0.1, no bias", "dropout 0.1, bias"):
+            assert f"{rate} masked, {setting}, full: 4 x 512 to 512, 2048 tokens" in listed
+            assert f"{rate} masked, {setting}, documents: 4 x " in listed
+    for name in ("base", "base_compiled", "roberta_base", "hf", "hf_compiled", "modernbert", "padded"):
+        assert listed.count(f"\n  {name} ") == 16
+    assert "  base                   2048 tokens, 308 masked, 1.3348 TFLOP a step, 651.7 MFLOP a token" in listed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--models", "bas"], "unknown preset 'bas'"),
+        (["--models", ""], "names no preset"),
+        (["--models", "base,hf"], "hf belongs to --peers"),
+        (["--models", "base,base"], "named twice"),
+        (["--peers", "bert"], "unknown peer bert"),
+        (["--models", "roberta_base", "--peers", "padded"], "roberta_base has no self-attention decoder"),
+        (["--seq", "513"], "base has 512 positions, not 513"),
+        (["--batch", "0"], "at least one sequence"),
+        (["--rates", "1.5"], "rate must lie between 0 and 1"),
+        (["--dropouts", "much"], "--dropouts: numbers separated by commas, not much"),
+        (["--biases", "yes"], "--biases: off and on"),
+        (["--lengths", "long"], "full or documents, not long"),
+        (["--rounds", "0"], "--rounds must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_step.main(["--device", "cpu", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_documents_are_a_quarter_full_and_the_rest_spread() -> None:
+    lengths = np.array(Settings(batch=64, lengths="documents").sequence_lengths())
+    assert (lengths == Settings(batch=64, lengths="documents").sequence_lengths()).all()
+    assert 0.2 < (lengths == 512).mean() < 0.27
+    assert 0.4 < (np.median(lengths) / 512) < 0.55
+    assert lengths.min() >= 8
+    assert len(set(lengths)) > 40
+
+
+def test_fresh_batches_have_other_masks_and_the_same_counts() -> None:
+    one = Contestant("tiny", SETTINGS)
+    before = one.inputs
+    one.fresh(epoch=1)
+    assert not torch.equal(one.inputs.masked_index, before.masked_index)
+    assert one.inputs.masked_lengths == before.masked_lengths
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("gemm", [
+            "aten::mm", "aten::addmm", "aten::linear", "autograd::engine::evaluate_function: AddmmBackward0",
+            "MmBackward0", "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "ampere_bf16_s16816gemm_bf16_128x128_ldg8",
+            "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "triton_tem_fused_mm_3", "_ZN7cutlass13device_kernelI4gemm",
+            "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_nn_align8>(Params)",
+        ]),
+        ("attention", [
+            "aten::bmm", "BmmBackward0", "aten::scaled_dot_product_attention", "aten::_softmax",
+            "aten::_softmax_backward_data", "aten::_scaled_dot_product_flash_attention_for_cpu",
+            "ChunkedAttentionBackward", "maelm_fast::attention_triton_fwd", "maelm_fast::keep_weights_native_fwd",
+            "_attention_fwd_kernel", "_attention_dkv_kernel", "SpreadLineBackward", "triton_tem_fused_flex_attention_0",
+            "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits>",
+            "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<flash::Collective>>>(Params)",
+            "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel)",
+            "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "triton_per_fused__softmax_add_dropout_4",
+        ]),
+        ("norm", [
+            "aten::native_layer_norm", "NativeLayerNormBackward0", "maelm_fast::add_norm_native_bwd", "aten::dropout",
+            "_embed_packed_bwd_kernel", "_joined_runs_kernel", "maelm_fast::scatter_to_decoder_native_fwd",
+            "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>",
+            "_add_norm_fwd_kernel", "triton_per_fused_add_addmm_native_layer_norm_12",
+            "cpp_fused_add_native_dropout_native_layer_norm_2",
+        ]),
+        ("gelu", [
+            "aten::gelu", "aten::gelu_backward", "_feed_forward_bwd_kernel", "triton_poi_fused_addmm_gelu_3",
+            "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl(float)::lambda>",
+        ]),
+        ("loss", [
+            "aten::_log_softmax", "LogSoftmaxBackward0", "NllLossBackward0", "_masked_cross_entropy_kernel",
+            "void (anonymous namespace)::cunn_SoftMaxForward<8, float, float, float, LogSoftMaxForwardEpilogue>",
+            "triton_red_fused__log_softmax_nll_loss_forward_7",
+        ]),
+        ("optimizer", [
+            "Optimizer.step#AdamW.step", "aten::_fused_adamw_", "aten::_foreach_norm", "aten::linalg_vector_norm",
+            "void at::native::multi_tensor_apply_kernel<TensorListMetadata, FusedAdamMathFunctor<float, 4>>",
+        ]),
+        (None, [
+            "aten::add", "aten::copy_", "aten::index", "Memcpy HtoD (Pinned -> Device)", "aten::cat", "aten::mul",
+            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "aten::comm",
+            "_mask_and_pack_fwd_kernel", "triton_poi_fused_addmm_view_1", "Torch-Compiled Region: 0/0",
+            "## Call CompiledFxGraph f7attn ##",
+        ]),
+    ],
+)  # fmt: skip
+def test_class_of_a_name(kind: str | None, names: list[str]) -> None:
+    assert {name: shares.class_of(name) for name in names} == dict.fromkeys(names, kind)
+
+
+def event(name: str, parent: Any = None, **fields: Any) -> Any:
+    defaults = {
+        "name": name, "cpu_parent": parent, "sequence_nr": -1, "kernels": [], "self_cpu_time_total": 1.0,
+        "device_type": DeviceType.CPU, "is_user_annotation": False, "self_device_time_total": 0.0,
+    }  # fmt: skip
+    return SimpleNamespace(**{**defaults, **fields})
+
+
+def step_events() -> Iterator[Any]:
+    """Dropout within attention and the copy that its gradient takes; a product and the sum within the loss."""
+    scope = event("attention")
+    yield scope
+    forward = event("aten::mul", event("aten::dropout", scope), sequence_nr=7)
+    yield forward
+    node = event("autograd::engine::evaluate_function: MulBackward0", sequence_nr=7)
+    yield event("aten::copy_", event("MulBackward0", node, sequence_nr=7))
+    loss = event("maelm_fast::masked_cross_entropy_pytorch_fwd")
+    yield event("aten::mm", loss)
+    yield event("aten::sum", loss)
+    yield event("aten::add")
+
+
+def test_an_operator_takes_the_class_of_what_is_around_it_and_of_its_forward_operator() -> None:
+    kinds = [kind for _, kind, _ in shares.times(step_events(), "cpu")]
+    assert kinds == ["attention", "attention", "attention", "gemm", "loss", "other"]
+
+
+def test_a_kernel_takes_its_operators_class_and_one_without_operator_its_own() -> None:
+    def kernel(name: str, duration: float) -> Any:
+        return SimpleNamespace(name=name, duration=duration)
+
+    def on_device(name: str, duration: float, annotation: bool = False) -> Any:
+        fields = {"device_type": DeviceType.CUDA, "self_device_time_total": duration, "is_user_annotation": annotation}
+        return event(name, **fields)
+
+    events = [
+        event("aten::copy_", event("attention"), kernels=[kernel("elementwise", 2.0)]),
+        event("aten::add", kernels=[kernel("elementwise", 3.0)]),
+        event("aten::mm", kernels=[kernel("nvjet", 5.0), kernel("splitKreduce", 1.0)]),
+        on_device("elementwise", 5.0), on_device("nvjet", 5.0), on_device("splitKreduce", 1.0),
+        on_device("_add_norm_fwd_kernel", 4.0), on_device("Optimizer.step#AdamW.step", 50.0, annotation=True),
+    ]  # fmt: skip
+    assert list(shares.times(events, "cuda")) == [
+        ("elementwise", "attention", 2.0), ("elementwise", "other", 3.0), ("nvjet", "gemm", 5.0),
+        ("splitKreduce", "gemm", 1.0), ("_add_norm_fwd_kernel", "norm", 4.0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["tiny", "padded"])
+def test_shares_of_a_step(name: str) -> None:
+    one = Contestant(name, Settings(**{**vars(SETTINGS), "lengths": "documents"}))
+    by_class, rest = shares.shares(one.step, "cpu", 1)
+    assert sum(by_class.values()) == pytest.approx(1.0)
+    assert all(by_class[kind] > 0 for kind in CLASSES)
+    assert not [found for found in rest if shares.class_of(found) not in (None, "gemm")]
+    assert not {"aten::where", "aten::masked_fill_", "aten::_softmax", "aten::bincount"} & set(rest)
 
 
 @pytest.fixture

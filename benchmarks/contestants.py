@@ -1,0 +1,251 @@
+"""Who takes part in the comparison of training steps: our presets and their peers, made from one Settings.
+
+A contestant's name is a preset's, or a peer's (PEERS), with `_compiled` behind it if torch.compile gets the whole
+model: base, roberta_base_compiled, hf, hf_compiled, modernbert, padded. Its step is forward, backward, clip, fused
+AdamW, on the same batch, for all of them.
+
+Tokens are original tokens: visible and masked, no pads. FLOPs are those of the real tokens and of what the model's
+class computes for them: pads count nothing, a head that scores every position counts at every position.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from benchmarks.padded import PaddedMaeLm, padded_inputs
+from benchmarks.peers import (
+    PAD_ID,
+    hugging_face_inputs,
+    hugging_face_roberta,
+    modernbert,
+    modernbert_base,
+    modernbert_flops,
+)
+from maelm_fast import presets
+from maelm_fast.batch import PackedBatch
+from maelm_fast.config import MaskingConfig, ModelConfig, require
+from maelm_fast.data.masking import Vocabulary, pack
+from maelm_fast.model.flops import training_flops
+from maelm_fast.model.maelm import MaeLm
+from maelm_fast.training.step import apply_gradients
+
+PEERS = {
+    "hf": "Hugging Face RobertaForMaskedLM of the same dimensions",
+    "modernbert": "Hugging Face ModernBertForMaskedLM, ModernBERT-base: another architecture",
+    "padded": "MAE-LM computed as the released code computes it, with our weights",
+}
+SEES_MASK = ("hf", "modernbert")
+COMPILED = "_compiled"
+CLIP_NORM = 2.0
+STEPS_PER_TURN = {"cpu": 1, "cuda": 10}
+SHORTEST = 8  # tokens of a document
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all contestants of a case share. dropout, bias: None keeps each preset's own."""
+
+    batch: int = 8
+    """Sequences."""
+    seq: int = 512
+    """Tokens of the longest sequence."""
+    rate: float = 0.15
+    dropout: float | None = None
+    bias: bool | None = None
+    precision: str = "fp32"
+    device: str = "cpu"
+    shape: str = "base"
+    """The preset whose dimensions and dropout hf and padded take."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """ModelConfig fields replaced in every contestant's configuration."""
+    lengths: str = "full"
+    """full: every sequence has seq tokens. documents: see sequence_lengths."""
+
+    def __post_init__(self) -> None:
+        require(self.batch >= 1 and self.seq >= SHORTEST, f"at least one sequence of {SHORTEST} tokens is needed")
+        require(self.lengths in ("full", "documents"), f"lengths are full or documents, not {self.lengths}")
+
+    def model_config(self, name: str) -> ModelConfig:
+        """UserError on a name that no contestant has, and if the sequences are too long for its position table."""
+        kind = name.removesuffix(COMPILED)
+        config = modernbert_base() if kind == "modernbert" else presets.get(self.shape if kind in PEERS else kind)
+        if kind == "hf":
+            config = presets.as_roberta(config)
+        masking = config.masking
+        require(
+            (masking.policy, masking.shown) == ("mask", 0.0), f"{name} masks in a way of its own: it is not timed here"
+        )
+        require(
+            kind != "padded" or config.model.decoder == "self", f"{self.shape} has no self-attention decoder to pad"
+        )
+        changes: dict[str, Any] = {} if self.dropout is None else {"dropout": self.dropout}
+        if kind in SEES_MASK or self.bias is False:
+            changes["relative_bias"] = "none"
+        elif self.bias and config.model.relative_bias == "none":
+            changes["relative_bias"] = "t5"
+        model = presets.change(config, model={**changes, **self.changes}).model
+        require(self.seq <= model.max_positions, f"{name} has {model.max_positions} positions, not {self.seq}")
+        return model
+
+    def sequence_lengths(self) -> tuple[int, ...]:
+        """documents: log-normal lengths cut at seq, as documents cut to fit would have them: 23% are full, the median
+        is 0.48 seq. They are the distribution's quantiles, in an order drawn once, so that a small batch has its share
+        of each."""
+        if self.lengths == "full":
+            return (self.seq,) * self.batch
+        normal = statistics.NormalDist(np.log(0.48 * self.seq), 1.0)
+        drawn = np.exp([normal.inv_cdf((i + 0.5) / self.batch) for i in range(self.batch)])
+        lengths = np.clip(drawn, SHORTEST, self.seq).astype(int)
+        return tuple(np.random.default_rng(1).permutation(lengths).tolist())
+
+    def token_ids(self, vocab_size: int) -> list[NDArray[np.int64]]:
+        """The same for every contestant with that vocabulary. <mask>, its last token, is not among them."""
+        ids = np.random.default_rng(0).integers(PAD_ID + 1, vocab_size - 1, (self.batch, self.seq))
+        return [row[:n] for row, n in zip(ids, self.sequence_lengths(), strict=True)]
+
+    def packed(self, vocab_size: int, encoder_sees_mask: bool, epoch: int = 0) -> PackedBatch:
+        """The batch with the masks of that epoch, on the device."""
+        return self.packed_from(self.token_ids(vocab_size), vocab_size, encoder_sees_mask, epoch).to(self.device)
+
+    def packed_from(
+        self, ids: list[NDArray[np.int64]], vocab_size: int, encoder_sees_mask: bool, epoch: int
+    ) -> PackedBatch:
+        """The same from these ids, on the host."""
+        masking, vocabulary = MaskingConfig(rate=self.rate), Vocabulary(vocab_size, vocab_size - 1, (vocab_size - 1,))
+        samples = np.arange(self.batch)
+        return pack(ids, samples, np.full_like(samples, epoch), masking, vocabulary, 0, encoder_sees_mask)
+
+
+def sees_mask(kind: str, config: ModelConfig) -> bool:
+    """Whether [MASK] stays in the encoder's row."""
+    return kind in SEES_MASK or (kind != "padded" and config.decoder == "none")
+
+
+def model_flops(kind: str, config: ModelConfig, batch: PackedBatch) -> int:
+    """Of a forward and backward pass."""
+    if kind == "modernbert":
+        return modernbert_flops(config, batch.decoder_lengths)
+    # hf: the last layer and the head compute every position. padded: the decoder's last layer does.
+    scored = batch.decoder_lengths if kind in PEERS else batch.masked_lengths
+    flops = training_flops(config, batch.lengths, batch.decoder_lengths, scored)
+    if kind == "padded":
+        unscored = batch.counts.original - batch.counts.masked
+        flops -= 3 * 2 * unscored * config.hidden_size * (config.hidden_size + config.vocab_size)
+    return flops
+
+
+class Contestant:
+    """A model, its loss on the batch, and a step of training."""
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        self.name, self.settings = name, settings
+        self.kind = name.removesuffix(COMPILED)
+        self.compiled = name != self.kind
+        self.config = settings.model_config(name)
+        self.autocast = partial(torch.autocast, settings.device, torch.bfloat16, enabled=settings.precision == "bf16")
+        torch.manual_seed(0)
+        self.model: nn.Module
+        if self.kind in PEERS:
+            self.model = self._peer().to(settings.device)
+        else:
+            self.model = MaeLm(self.config).to(settings.device)
+        self.model.train()
+        self._ids = settings.token_ids(self.config.vocab_size)
+        self._call: Callable[..., Any] = self.model
+        if self.compiled:
+            # so that a profile can name the loops that inductor writes in C++, as it names those in Triton by itself
+            self._call = torch.compile(self.model, options={"cpp.enable_kernel_profile": True})
+        self.batch = self._packed(epoch=0)
+        self.inputs = self._inputs(self.batch)
+        self.tokens = self.batch.counts.original
+        self.predicted = (
+            self.batch.counts.original if self.config.decoder == "causal_cross" else self.batch.counts.masked
+        )
+        self.flops = model_flops(self.kind, self.config, self.batch)
+        self.parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, fused=True)
+
+    def _peer(self) -> nn.Module:
+        if self.kind == "hf":
+            return hugging_face_roberta(self.config)
+        if self.kind == "modernbert":
+            return modernbert(self.config, self.settings.device)
+        return PaddedMaeLm(MaeLm(self.config))
+
+    def _packed(self, epoch: int) -> PackedBatch:
+        vocab_size = self.config.vocab_size
+        return self.settings.packed_from(self._ids, vocab_size, sees_mask(self.kind, self.config), epoch)
+
+    def _inputs(self, batch: PackedBatch) -> Any:
+        """What the model is called with, on the device, from a batch on the host."""
+        device = self.settings.device
+        if self.kind in SEES_MASK:
+            return {name: tensor.to(device) for name, tensor in hugging_face_inputs(batch).items()}
+        if self.kind == "padded":
+            return padded_inputs(batch).to(device)
+        return batch.to(device)
+
+    def fresh(self, epoch: int) -> None:
+        """Other masks from now on, packed on the host and copied to the device."""
+        self.inputs = self._inputs(self._packed(epoch))
+
+    def loss(self) -> Tensor:
+        """Nats per masked token, 0-d."""
+        loss: Tensor
+        if self.kind in SEES_MASK:
+            loss = self._call(**self.inputs).loss
+        elif self.kind == "padded":
+            loss = self._call(self.inputs)
+        else:
+            loss = self._call(self.inputs)[0] / self.predicted
+        return loss
+
+    def forward(self) -> Tensor:
+        with self.autocast():
+            return self.loss()
+
+    def update(self) -> None:
+        """Ours as a run does it, a peer's as its users do."""
+        if self.kind not in PEERS:
+            apply_gradients(self.optimizer, self.parameters, CLIP_NORM)
+            return
+        nn.utils.clip_grad_norm_(self.parameters, CLIP_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self) -> Tensor:
+        loss = self.forward()
+        loss.backward()
+        self.update()
+        return loss.detach()
+
+    def turn(self) -> tuple[float, float]:
+        """Seconds per step and CPU seconds per step."""
+        steps = STEPS_PER_TURN[self.settings.device]
+        busy = time.process_time()
+        seconds = self._turn(steps)
+        return seconds, (time.process_time() - busy) / steps
+
+    def _turn(self, steps: int) -> float:
+        if self.settings.device == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(steps):
+                self.step()
+            end.record()
+            end.synchronize()
+            return float(start.elapsed_time(end)) / 1000 / steps
+        began = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        return (time.perf_counter() - began) / steps

@@ -1,0 +1,493 @@
+"""What the result files say: the newest rows of every setting, beside the goals set for them.
+
+    python -m benchmarks.report                    # tables
+    python -m benchmarks.report --plot FILE.png    # tokens/s and where a step's time goes, as a picture
+    python -m benchmarks.report --write            # the tables in README.md and benchmarks/README.md
+    python -m benchmarks.report --check            # exit code 1 if --write would change them
+
+A table is made once, and printed as text or as markdown. In the READMEs only what stands between the lines
+`<!-- results:NAME -->` and `<!-- /results -->` is replaced, and left alone as long as there is no row for it: every
+number that is written there comes from a row. GOALS are judged by the median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.classes import CLASSES
+from benchmarks.rows import (
+    COMPILED,
+    GPU,
+    PHASES,
+    SETTING,
+    Case,
+    Results,
+    Row,
+    grouped,
+    newest_rows,
+    read,
+    regularisation,
+    when,
+)
+from maelm_fast.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+LABELS = {
+    "base": "`base` (MAE-LM)",
+    "base_cross": "`base_cross` (MAE-LM, cross-attention decoder)",
+    "roberta_base": "`roberta_base` (same blocks, [MASK] in the encoder)",
+    "hf": "Hugging Face `RobertaForMaskedLM`",
+    "modernbert": "Hugging Face `ModernBertForMaskedLM`",
+    "padded": "MAE-LM padded, bias written out",
+}
+PEERS = ("hf", "modernbert", "padded")
+OVER = ("hf", "hf_compiled", "padded", "roberta_base")  # whom the tables compare with
+REGIONS = {
+    "README.md": ("headline",),
+    "benchmarks/README.md": ("train_step", "ops", "attention", "loader", "scaling", "roofline"),
+}
+SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+MORE = "Equal losses on equal weights come first; all settings: [benchmarks/](benchmarks/README.md)."
+NO_GPU = "No row was measured on a GPU."
+
+
+@dataclass(frozen=True)
+class Goal:
+    """For sequences of 512. measure: tokens_per_s, or the contestant that a ratio is taken over. device: how its name
+    begins, or "gpu", or "cpu". None, "": whatever it is."""
+
+    models: tuple[str, ...]
+    measure: str
+    least: float
+    device: str = ""
+    precision: str | None = None
+    rate: float | None = None
+    dropout: float | None = None
+    bias: str | None = None
+    stretch: float | None = None
+    projected: bool = False
+    """A projection of the roofline is held to it too."""
+
+    def applies(self, row: Row, dropout: float, bias: str) -> bool:
+        """dropout, bias: those of the row's case."""
+        found = (row["precision"], row["rate"], dropout, bias)
+        wanted = (self.precision, self.rate, self.dropout, self.bias)
+        return (
+            row["model"] in self.models
+            and (row["seq"], row.get("lengths", "full")) == (512, "full")
+            and (self.device == place(row) or row["device"].startswith(self.device))
+            and all(w is None or w == f for w, f in zip(wanted, found, strict=True))
+        )
+
+    def verdict(self, row: Row) -> str:
+        if self.measure == "tokens_per_s":
+            return judged("", row["tokens_per_s"]["median"], self.least, self.stretch)
+        value = row["ratios"].get(self.measure)
+        return judged(f"over {self.measure} ", value and value["median"], self.least, self.stretch)
+
+
+def place(row: Row) -> str:
+    return "gpu" if row["device"].startswith(GPU) else "cpu"
+
+
+def judged(what: str, value: float | None, least: float, stretch: float | None = None) -> str:
+    verdict = "not measured" if value is None else "met" if value >= least else "not met"
+    if value is not None and stretch is not None and value >= stretch:
+        verdict = f"met, and {stretch:,g}"
+    return f"{what}>= {least:,g}: {verdict}"
+
+
+BASE, ROBERTA = ("base", "base_compiled"), ("roberta_base", "roberta_base_compiled")
+GOALS = (
+    Goal(BASE, "tokens_per_s", 600_000, "NVIDIA H200", "bf16", 0.15, dropout=0.0, bias="none", stretch=680_000),
+    Goal(BASE, "tokens_per_s", 500_000, "NVIDIA H200", "bf16", 0.15, dropout=0.1, bias="t5"),
+    Goal(ROBERTA, "tokens_per_s", 705_000, "NVIDIA H200", "bf16", 0.15, dropout=0.0, bias="none"),
+    Goal(BASE, "tokens_per_s", 230_000, "NVIDIA A100", "bf16", 0.15, dropout=0.0, bias="none", stretch=254_000,
+         projected=True),
+    Goal(("base",), "roberta_base", 0.85, rate=0.15),
+    Goal(("base_compiled",), "roberta_base_compiled", 0.85, rate=0.15),
+    Goal(("base_cross",), "roberta_base", 1.0, rate=0.15),
+    Goal(("base_cross",), "roberta_base", 1.25, rate=0.4),
+    Goal(BASE, "hf", 2.0, "gpu"),
+    Goal(BASE, "hf_compiled", 1.3, "gpu"),
+    Goal(BASE, "padded", 3.0, "gpu"),
+    Goal(BASE, "hf", 2.0, "cpu"),  # set for bf16; a CPU without its instructions is held to it in fp32
+)  # fmt: skip
+# On a GPU, with bias, 435 of 512 positions, forward and backward; over FlexAttention by the medians of milliseconds.
+ATTENTION_GOAL, ATTENTION_STRETCH, FLEX_GOAL = 0.75, 0.9, 1.5
+LOADER_GOAL = 20  # million tokens/s and core
+COPY_SHARE_GOAL = 0.75  # on a GPU, of the bandwidth that a copy reaches
+
+
+@dataclass
+class Table:
+    """Columns in which no row has anything are left out."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        kept = [i for i in range(len(self.header)) if i == 0 or any(row[i] not in ("", "-") for row in self.rows)]
+        self.header = [self.header[i] for i in kept]
+        self.rows = [[row[i] for i in kept] for row in self.rows]
+
+    def text(self) -> str:
+        cells = [self.header, *self.rows]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(self.header))]
+        body = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+        return "\n".join(line for line in (self.title, *body, *self.notes) if line)
+
+    def markdown(self) -> str:
+        body = "\n".join(f"| {' | '.join(row)} |" for row in (self.header, ["---"] * len(self.header), *self.rows))
+        notes = f"<sub>{' '.join(self.notes)}</sub>" if self.notes else ""
+        return "\n\n".join(block for block in (self.title and f"**{self.title}**", body, notes) if block)
+
+
+def spread(value: Mapping[str, float] | None, form: str | None = None) -> str:
+    if value is None:
+        return "-"
+    form = form or (".2f" if value["median"] < 10 else ".1f")
+    return f"{value['median']:{form}} [{value['q1']:{form}}, {value['q3']:{form}}]"
+
+
+def number(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def machine(row: Row) -> str:
+    return f"{row['device']}, {counted(row['threads'], 'thread')}, torch {row['torch']}"
+
+
+def machines(rows: Sequence[Row]) -> str:
+    return "; ".join(dict.fromkeys(machine(row) for row in rows))
+
+
+def run(row: Row) -> str:
+    return f"{when(row):%Y-%m-%d %H:%M}, commit {row['commit']}"
+
+
+def label(case: Case, row: Row) -> str:
+    kind = row["model"].removesuffix(COMPILED)
+    words = [LABELS.get(kind, f"`{kind}`")]
+    words += ["torch.compile"] if kind != row["model"] else []
+    words += ["no relative bias"] if row["bias"] != case.bias else []
+    words += [f"dropout {row['dropout']:g}"] if row["dropout"] != case.dropout else []
+    return ", ".join(words)
+
+
+def batch(row: Row) -> str:
+    documents = row.get("lengths", "full") != "full"
+    return f"{row['batch']} x {row['seq']} tokens{' at most, lengths of documents' if documents else ''}"
+
+
+def conditions(case: Case) -> str:
+    """Of which machine, state of the code and run the numbers are, and the command that measures them again."""
+    row = case.shared
+    transformers = f", transformers {row['transformers']}" if row["transformers"] else ""
+    return (
+        f"{machine(row)}{transformers}, {row['precision']}, load {row['load']}, {run(row)}; {batch(row)}, "
+        f"{row['rate']:.0%} masked, {case.regularisation}; {counted(row['rounds'], 'round')} in turns, median "
+        f"[quartiles]; `{command(case)}`."
+    )
+
+
+def command(case: Case) -> str:
+    row, names = case.shared, list(case.rows)
+    peers = [name for name in names if name.removesuffix(COMPILED) in PEERS]
+    return (
+        f"python -m benchmarks.train_step --device {'cuda' if case.on_gpu else 'cpu'} "
+        f"--models {','.join(name for name in names if name not in peers)} --peers {','.join(peers) or repr('')} "
+        f"--rates {row['rate']:g} --dropouts {case.dropout:g} --biases {'off' if case.bias == 'none' else 'on'} "
+        f"--lengths {row['lengths']} --batch {row['batch']} --seq {row['seq']} --precision {row['precision']} "
+        f"--rounds {row['rounds']}"
+    )
+
+
+def case_tables(case: Case) -> Iterator[Table]:
+    """Speed beside the goals, then where a step's time goes."""
+    speed, split = [], []
+    for name, row in case.timed.items():
+        goals = [goal.verdict(row) for goal in GOALS if goal.applies(row, case.dropout, case.bias)]
+        speed.append([
+            label(case, row), spread(row["tokens_per_s"], ",.0f"),
+            *("1" if name == other else spread(row["ratios"].get(other)) for other in OVER),
+            "-" if name == "hf" else spread((row["cpu_ratios"] or {}).get("hf")), number(row["mfu"], ".1%"),
+            number(row["peak_memory_mb"], ",.0f"), number(row["joules_per_mtoken"], ",.0f"),
+            number(row["recompiles"], "g"), "; ".join(goals),
+        ])  # fmt: skip
+        ms = {phase: 1000 * seconds for phase, seconds in (row["seconds"] or {}).items()}
+        kernels = row["kernels"] or {}
+        split.append([
+            label(case, row), *(number(ms.get(phase), ",.1f") for phase in PHASES),
+            *(number(kernels.get(kind), ".0%") for kind in CLASSES),
+        ])  # fmt: skip
+    row = case.shared
+    title = f"{row['device']}, {row['precision']}, {batch(row)}, {row['rate']:.0%} masked, {case.regularisation}"
+    header = ["model", "tokens/s", *(f"over {other}" for other in OVER), "over hf, CPU seconds", "MFU", "peak MB",
+              "J per 1M tokens", "recompiles", "goal"]  # fmt: skip
+    skipped = [f"Not run: {name}, {row['skipped']}." for name, row in case.rows.items() if row["skipped"] is not None]
+    yield Table(title, header, speed, [conditions(case), *skipped])
+    table = Table("", ["where a step's time goes", *(f"{phase} ms" for phase in PHASES), *CLASSES], split)
+    if len(table.header) > 1:
+        yield table
+
+
+def headline_tables(cases: Sequence[Case]) -> Iterator[Table]:
+    """Of each device the newest case with the paper's dropout and bias, and the one alike without both."""
+    settings = {case.setting: case for case in cases}
+    newest: dict[str, Case] = {}
+    for case in sorted(cases, key=lambda case: when(case.shared)):
+        row = case.shared
+        if (case.dropout, case.bias, row["seq"], row["rate"], row["lengths"]) == (0.1, "t5", 512, 0.15, "full"):
+            newest[row["device"]] = case
+    for device, case in sorted(newest.items(), key=lambda item: (not item[1].on_gpu, item[0])):
+        row = case.shared
+        plain = settings.get((*(row[name] for name in SETTING), -0.0, "none"))
+        rows = []
+        for name, own in case.timed.items():
+            over, bare = own["ratios"].get("hf"), plain.timed.get(name) if plain else None
+            ratio = f"**{over['median']:.2f}x** [{over['q1']:.2f}, {over['q3']:.2f}]" if over else "-"
+            memory = own["peak_memory_mb"]
+            rows.append([
+                label(case, own), spread(own["tokens_per_s"], ",.0f"), "1" if name == "hf" else ratio,
+                "-" if memory is None else f"{memory / 1024:.1f} GB",
+                "1" if bare and name == "hf" else spread(bare["ratios"].get("hf") if bare else None),
+            ])  # fmt: skip
+        header = [f"one training step, sequences of 512, {device}", "tokens/s", "over Hugging Face", "peak memory",
+                  "over Hugging Face without dropout and bias"]  # fmt: skip
+        notes = [conditions(case), MORE]
+        if plain:
+            notes.insert(1, f"Last column: dropout 0, no bias, {run(plain.shared)}, load {plain.shared['load']}.")
+        yield Table("", header, rows, notes)
+
+
+def ops_tables(rows: Sequence[Row]) -> Iterator[Table]:
+    """A table for each size and dtype; the host code has neither."""
+    setting = ("device", "sequences", "length", "width", "dtype")
+    newest = newest_rows(rows, [*setting, "op", "phase"])
+    newest.sort(key=lambda row: row["phase"] == "host")
+    for (device, sequences, length, width, dtype), group in grouped(newest, *setting).items():
+        on_gpu = place(group[0]) == "gpu"
+        others = [row for row in group if row["contestant"] not in ("pytorch", "numpy")]
+        cells = []
+        for (op, contestant, backend, _), own in grouped(others, "op", "contestant", "backend", "date").items():
+            ratios = {row["phase"]: row["ratio"] for row in own}
+            shares = [row["copy_share"] for row in own if row.get("copy_share") is not None]
+            ours = contestant == "ours"
+            cells.append([
+                op, backend or "" if ours else contestant,
+                *(spread(ratios.get(phase)) for phase in ("forward", "forward+backward", "host")),
+                ", ".join(f"{share:.0%}" for share in shares), own[0].get("note", ""),
+                judged("", min(shares), COPY_SHARE_GOAL) if on_gpu and ours and shares else "", run(own[0]),
+            ])  # fmt: skip
+        plain = sorted({row["op"] for row in group} - {row["op"] for row in others})
+        title = f"Host code, {device}"
+        command = f"python -m benchmarks.ops --device {'cuda' if on_gpu else 'cpu'}"
+        if dtype:
+            title = f"Times plain PyTorch, {device}, {dtype}, {sequences} x {length} tokens, width {width}"
+            command += f" --dtype {SHORT_DTYPES.get(dtype, dtype)} --sequences {sequences} --length {length}"
+            command += f" --width {width}"
+        notes = [f"{machines(group)}; median [quartiles]; `{command}`."]
+        notes += [f"Plain PyTorch is what runs: {', '.join(plain)}."] if plain else []
+        header = ["op", "runs on", "forward", "forward and backward", "times NumPy", "of copy bandwidth", "gives",
+                  "goal", "run"]  # fmt: skip
+        if cells:
+            yield Table(title, header, cells, notes)
+
+
+def attention_tables(rows: Sequence[Row]) -> Iterator[Table]:
+    setting = ("case", "tokens", "dtype", "bias", "dropout")
+    newest = newest_rows(rows, ["device", *setting, "phase"])
+    for (device,), on_device in grouped(newest, "device").items():
+        cells = []
+        for (case, tokens, dtype, bias, dropout), group in grouped(on_device, *setting).items():
+            both = {row["contestant"]: row for row in group if row["phase"] == "fwd+bwd"}
+            for (contestant,), own in grouped(group, "contestant").items():
+                ms = {row["phase"]: row["ms"] for row in own}
+                row = both.get(contestant)
+                judge = device.startswith(GPU) and case == "kept" and bias and contestant == "ours" and row
+                cells.append([
+                    f"{case}, {tokens:,} tokens, {dtype}", f"{'bias' if bias else 'no bias'}, dropout {dropout:g}",
+                    contestant, *(spread(ms.get(phase)) for phase in ("fwd", "bwd", "fwd+bwd")),
+                    f"{row['tflop_per_s']['median']:.3g}" if row else "-", spread(row["ratio"] if row else None),
+                    attention_goals(both) if judge else "",
+                ])  # fmt: skip
+        yardstick = next((row["yardstick"] for row in on_device if row["yardstick"]), "the yardstick")
+        header = ["case", "setting", "contestant", "fwd ms", "bwd ms", "fwd+bwd ms", "TFLOP/s", f"times {yardstick}",
+                  "goal"]  # fmt: skip
+        notes = [f"{machines(on_device)}, {'; '.join(sorted({run(row) for row in on_device}))}; TFLOP/s and ratio of "
+                 f"forward and backward together; median [quartiles]; `python -m benchmarks.attention --device "
+                 f"{'cuda' if device.startswith(GPU) else 'cpu'}`."]  # fmt: skip
+        yield Table(f"Attention, {device}", header, cells, notes)
+
+
+def attention_goals(both: Mapping[str, Row]) -> str:
+    """both: forward and backward, by contestant."""
+    own, flex = both["ours"], both.get("flex")
+    over_flex = flex["ms"]["median"] / own["ms"]["median"] if flex else None
+    return "; ".join([
+        judged("plain varlen ", own["ratio"] and own["ratio"]["median"], ATTENTION_GOAL, ATTENTION_STRETCH),
+        judged("flex ", over_flex, FLEX_GOAL),
+    ])  # fmt: skip
+
+
+def scaling_tables(rows: Sequence[Row]) -> Iterator[Table]:
+    fits = [row for row in rows if row.get("kind") == "fit"]
+    for (device,), group in grouped(newest_rows(fits, ["device", "axis", "model"]), "device").items():
+        cells = []
+        for row in group:
+            exponent, x = row["exponent"], row["x"]
+            grows = f"x^{exponent['median']:.2f} [{exponent['low']:.2f}, {exponent['high']:.2f}]"
+            flops = f"x^{row['flop_exponent']:.2f}"
+            cells.append([row["axis"], row["model"], f"{x[0]} to {x[-1]}", grows, flops, run(row)])
+        header = ["axis", "model", "x", "a step's time grows as", "FLOPs", "run"]
+        notes = [f"{machines(group)}; exponents with their 95% intervals; `python -m benchmarks.scaling`."]
+        yield Table(f"Scaling, {device}", header, cells, notes)
+
+
+def roofline_tables(rows: Sequence[Row]) -> Iterator[Table]:
+    """Predictions, each beside the measured step that it had when it was made."""
+    setting = ("device", "precision", "batch", "seq", "rate", "dropout", "bias")
+    newest = newest_rows(rows, [*setting, "model"])
+    for (device, precision, _, _, rate, dropout, bias), group in grouped(newest, *setting).items():
+        cells = []
+        for row in group:
+            goals = [goal for goal in GOALS if goal.projected and goal.applies(row, dropout, bias)]
+            cells.append([
+                LABELS.get(row["model"], f"`{row['model']}`"), f"{row['tokens_per_s']:,.0f}", number(row["mfu"], ".1%"),
+                spread(row["measured_tokens_per_s"], ",.0f"), *(number(row["ms"].get(kind), ".3g") for kind in CLASSES),
+                "; ".join(judged("", row["tokens_per_s"], goal.least, goal.stretch) for goal in goals), run(row),
+            ])  # fmt: skip
+        title = (
+            f"Roofline{': a projection' if any(row['projection'] for row in group) else ''}, {device}, {precision}, "
+        )
+        header = ["model", "predicted tokens/s", "MFU", "measured tokens/s", *(f"{kind} ms" for kind in CLASSES),
+                  "goal", "run"]  # fmt: skip
+        notes = ["Counted work over what the device can do, kernel by kernel; `python -m benchmarks.roofline`."]
+        yield Table(
+            f"{title}{batch(group[0])}, {rate:.0%} masked, {regularisation(dropout, bias)}", header, cells, notes
+        )
+
+
+def loader_tables(rows: Sequence[Row]) -> Iterator[Table]:
+    """The larger micro-batch; loader processes on the largest store of a mode only."""
+    store = ("device", "store", "mode", "store_bytes")
+    newest = newest_rows(rows, [*store, "masks", "micro_batch", "workers"])
+    for (device,), group in grouped(newest, "device").items():
+        cells = []
+        for (mode,), of_mode in grouped(group, "mode").items():
+            largest, most = (max(row[name] for row in of_mode) for name in ("store_bytes", "micro_batch"))
+            for row in of_mode:
+                if row["micro_batch"] != most or (row["workers"] and row["store_bytes"] != largest):
+                    continue
+                millions = {name: value / 1e6 for name, value in row["tokens_per_s_per_core"].items()}
+                cells.append([
+                    f"{mode}, {row['store_bytes'] / 1e6:,.0f} MB", row["masks"], f"{row['micro_batch']:g}",
+                    f"{row['workers']:g}", spread(millions, ".1f"), f"{row['fill']['all']:.1%}",
+                    number(row["rss_anon_mb"], ",.0f"), number(row["major_faults"], "g"),
+                    judged("", millions["median"], LOADER_GOAL), run(row),
+                ])  # fmt: skip
+        header = ["store", "masks", "micro-batch", "loader processes", "M tokens/s and core", "fill", "own MB",
+                  "disk reads", "goal", "run"]  # fmt: skip
+        notes = [f"{machines(group)}; median [quartiles]; `python -m benchmarks.loader`."]
+        yield Table(f"Loader, {device}", header, cells, notes)
+
+
+def tables(results: Results, region: str) -> list[Table]:
+    """What belongs into a region; none if there is no row for it."""
+    if region == "headline":
+        return list(headline_tables(results.cases))
+    if region == "train_step":
+        return [table for case in results.cases for table in case_tables(case)]
+    rows = results.rows.get(region, [])
+    makers = {
+        "ops": ops_tables, "attention": attention_tables, "loader": loader_tables, "scaling": scaling_tables,
+        "roofline": roofline_tables,
+    }  # fmt: skip
+    return list(makers[region](rows))
+
+
+def region_text(results: Results, region: str) -> str | None:
+    """Markdown, None if there is no row for it."""
+    blocks = [table.markdown() for table in tables(results, region)]
+    if blocks and region in ("headline", "train_step") and not any(case.on_gpu for case in results.cases):
+        blocks.append(f"<sub>{NO_GPU}</sub>")
+    return "\n\n".join(blocks) or None
+
+
+def rewritten(text: str, name: str, regions: Iterable[str], results: Results) -> str:
+    """The file called `name`, with its regions made new."""
+    for region in regions:
+        opening, closing = f"<!-- results:{region} -->\n", "<!-- /results -->"
+        before, found, rest = text.partition(opening)
+        old, closed, after = rest.partition(closing)
+        if not (found and closed) or "<!-- results:" in old:
+            raise UserError(f"{name}: no lines {opening.strip()} and {closing} with the table between them")
+        new = region_text(results, region)
+        if new is not None:
+            text = f"{before}{opening}\n{new}\n\n{closing}{after}"
+    return text
+
+
+def readmes(root: Path, results: Results) -> dict[str, tuple[str, str]]:
+    """By name, what each README is and what it should be."""
+    found = {}
+    for name, regions in REGIONS.items():
+        try:
+            text = (root / name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{name}: cannot be read: {error}") from None
+        found[name] = (text, rewritten(text, name, regions, results))
+    return found
+
+
+def report(options: argparse.Namespace) -> int:
+    results = read(options.root)
+    if options.plot:
+        from benchmarks.report_plot import plot
+
+        plot(results.cases, options.plot)
+    if options.check or options.write:
+        stale = {name: new for name, (old, new) in readmes(options.root, results).items() if old != new}
+        if options.check:
+            if stale:
+                print(f"{' and '.join(stale)}: not the tables of the rows; run python -m benchmarks.report --write")
+            return int(bool(stale))
+        for name, text in stale.items():
+            (options.root / name).write_text(text, encoding="utf-8")
+            print(f"{name}: written")
+    elif not options.plot:
+        blocks = [table.text() for region in REGIONS["benchmarks/README.md"] for table in tables(results, region)]
+        blocks += [] if any(case.on_gpu for case in results.cases) else [NO_GPU]
+        print("\n\n".join(blocks))
+    print("\n".join(results.unused), end="\n" if results.unused else "", file=sys.stderr)
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="picture to draw, in the format of its ending")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--write", action="store_true", help="make the READMEs' tables new")
+    action.add_argument("--check", action="store_true", help="exit code 1 if --write would change a README")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the repository; default: this one")
+    options = parser.parse_args(arguments)
+    try:
+        return report(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
