@@ -46,7 +46,7 @@ unit: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
-	$(BIN)/python -m benchmarks.kernel_budget --fp16
+	$(BIN)/python -m benchmarks.kernel_budget --all
 
 bench: setup
 	$(BIN)/python -m benchmarks.ops --device cpu

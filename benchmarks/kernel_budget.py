@@ -57,7 +57,7 @@ def kernel_modules() -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.kernel_budget", description=__doc__.splitlines()[0])
     parser.add_argument("--op", choices=kernel_modules(), help="this op only")
-    parser.add_argument("--fp16", action="store_true", help="also the fp16 variants, which training never launches")
+    parser.add_argument("--all", action="store_true", help="also those that no preset launches, and fp16")
     arguments = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET=1 is set: interpreted kernels cannot be compiled; unset it")
@@ -67,7 +67,8 @@ def main(argv: list[str] | None = None) -> int:
         for name in ([arguments.op] if arguments.op else kernel_modules())
         for index, variant in enumerate(_variants(name))
         for arch in SHARED_LIMIT
-        if variant.arch in (None, arch) and (arguments.fp16 or "*fp16" not in variant.signature.values())
+        if variant.arch in (None, arch)
+        and (arguments.all or not (variant.rare or "*fp16" in variant.signature.values()))
     ]
     first: dict[tuple[Any, ...], tuple[str, int, int]] = {}  # of equal variants the first stands for all
     same = {place: first.setdefault(_content(*place), place) for place in places}

@@ -26,7 +26,7 @@ class Variant:
 
     signature: pointer and scalar types by argument name, as in {"x": "*bf16", "rows": "i32"}; constants: the constexpr
     arguments; divisible: names of arguments that are multiples of 16; options: more launch options, {"maxnreg": 80};
-    arch: the one it is launched on, 80 or 90, or None for both."""
+    arch: the one it is launched on, 80 or 90, or None for both; rare: no preset launches it."""
 
     label: str
     kernel: Any
@@ -37,6 +37,7 @@ class Variant:
     divisible: tuple[str, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
     arch: int | None = None
+    rare: bool = False
 
 
 @triton.jit

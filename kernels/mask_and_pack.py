@@ -308,7 +308,7 @@ def launch(longest: int) -> dict[str, int]:
 
 
 def variants() -> list[Variant]:
-    """Every block size, for each kind of masking."""
+    """Every block size, for each kind of masking. The presets' sequences have up to 512 tokens."""
     made = []
     for longest in (512, 1024, 2048, LONGEST):
         made.append(_variant(_mask_and_pack_maskable_kernel, longest))
@@ -326,4 +326,4 @@ def _variant(kernel: triton.JITFunction, longest: int, **flags: bool | str) -> V
     constants = {**flags, "BLOCK": block}
     signature = {name: TYPES[name] for name in kernel.arg_names if name in TYPES}
     label = " ".join([kernel.__name__, f"longest={longest}", *(f"{name}={value}" for name, value in flags.items())])
-    return Variant(label, kernel, signature, constants, num_warps=warps)
+    return Variant(label, kernel, signature, constants, num_warps=warps, rare=512 < longest < LONGEST)
