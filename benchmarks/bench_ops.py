@@ -55,7 +55,7 @@ def timed(benchmark: Any, call: Callable[[], Any], group: str) -> None:
 def test_op(benchmark: Any, name: str, phase: str) -> None:
     entry, setting = ENTRIES[name], SETTINGS[DEVICE]
     ops.gate(entry, setting)
-    ours = ops._contestant(entry, entry.inputs(setting), "ours", "auto")
+    ours = ops.contestant(entry, entry.inputs(setting), "ours", "auto")
     timed(benchmark, ours.forward if phase == "forward" else ours.both, "ops")
 
 

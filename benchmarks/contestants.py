@@ -31,6 +31,7 @@ from benchmarks.peers import (
     modernbert_base,
     modernbert_flops,
 )
+from benchmarks.rows import COMPILED
 from maelm_fast import presets
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import MaskingConfig, ModelConfig, require
@@ -45,7 +46,6 @@ PEERS = {
     "padded": "MAE-LM computed as the released code computes it, with our weights",
 }
 SEES_MASK = ("hf", "modernbert")
-COMPILED = "_compiled"
 CLIP_NORM = 2.0
 STEPS_PER_TURN = {"cpu": 1, "cuda": 10}
 SHORTEST = 8  # tokens of a document

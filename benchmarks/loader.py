@@ -29,17 +29,15 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.measure import append_rows, environment, quartiles
+from benchmarks.measure import alone, append_rows, environment, quartiles
 from maelm_fast import native
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import MaskingConfig, require
@@ -296,12 +294,6 @@ def resident() -> dict[str, float | None]:
 
 def major_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-
-
-def alone(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a call in a fresh process."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
 
 
 def rows_of(path: Path, name: str, setting: Setting) -> list[dict[str, Any]]:

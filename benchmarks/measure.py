@@ -10,7 +10,9 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,12 @@ def environment(device: str) -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,
     }
+
+
+def alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a call in a fresh process."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:

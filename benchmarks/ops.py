@@ -51,13 +51,13 @@ def contestants(entry: Entry, setting: Setting) -> list[Contestant]:
     inputs = entry.inputs(setting)
     ours = backend_of(entry, inputs)
     names = [("ours", ours)] if ours != "reference" else []
-    made = [_contestant(entry, inputs, name, backend) for name, backend in [*names, ("pytorch", "reference")]]
+    made = [contestant(entry, inputs, name, backend) for name, backend in [*names, ("pytorch", "reference")]]
     if setting.device == "cuda" and entry.name != "attention":  # the attention reference loops over sequences
         compiled = torch.compile(lambda i: entry.call(i, "reference"), fullgraph=True)
-        made.append(_contestant(replace(entry, call=lambda i, _: compiled(i)), inputs, "compiled", "inductor"))
+        made.append(contestant(replace(entry, call=lambda i, _: compiled(i)), inputs, "compiled", "inductor"))
     for name, peer in entry.peers.items() if setting.device == "cuda" else ():
         try:
-            made.append(_contestant(replace(entry, call=_ignoring_backend(peer)), inputs, name, name))
+            made.append(contestant(replace(entry, call=_ignoring_backend(peer)), inputs, name, name))
         except ImportError:
             print(f"{entry.name}: {name} is not installed, skipped")
     return made
@@ -67,7 +67,7 @@ def _ignoring_backend(peer: Callable[[Inputs], Any]) -> Callable[[Inputs, str | 
     return lambda inputs, _: peer(inputs)
 
 
-def _contestant(entry: Entry, inputs: Inputs, name: str, backend: str) -> Contestant:
+def contestant(entry: Entry, inputs: Inputs, name: str, backend: str) -> Contestant:
     leaves = {k: v.detach().requires_grad_() if k in entry.gradients else v for k, v in inputs.items()}
     wanted = [leaves[k] for k in entry.gradients]
     with torch.no_grad():

@@ -28,11 +28,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +38,11 @@ import torch
 import torch._dynamo.utils
 
 from benchmarks.classes import CLASSES
-from benchmarks.contestants import COMPILED, PEERS, STEPS_PER_TURN, Contestant, Settings, model_flops, sees_mask
-from benchmarks.measure import append_rows, environment, quartiles
+from benchmarks.contestants import PEERS, STEPS_PER_TURN, Contestant, Settings, model_flops, sees_mask
+from benchmarks.measure import alone, append_rows, environment, quartiles
 from benchmarks.padded import PaddedMaeLm, padded_inputs
 from benchmarks.peers import copy_weights, hugging_face_inputs, hugging_face_roberta
+from benchmarks.rows import COMPILED, PHASES
 from benchmarks.shares import shares
 from maelm_fast import native, presets
 from maelm_fast.config import MaskingConfig, RuntimeConfig, require
@@ -60,7 +59,6 @@ PROFILED_STEPS = 2
 ROUNDS = 5
 BATCH = {"cpu": 4, "cuda": 32}
 OTHERS_SHOWN = 5
-PHASES = ("data", "forward", "backward", "optimizer")
 Skipped = dict[str, str]  # the reason, by name
 
 
@@ -147,11 +145,6 @@ def _resident(field: str) -> int:
     """Bytes, from Linux's account of this process. (getrusage's peak would include the parent's before exec.)"""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
-
-
-def alone(function: Callable[..., Any], *arguments: Any) -> Any:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
 
 
 class Joules:

@@ -124,6 +124,11 @@ class PackedBatch:
         padded = torch.cat([self.visible_ids, self.visible_ids.new_zeros(1)])  # a source of -1 reads the last
         return padded[self.source.long()].index_copy(0, self.masked_index.long(), self.labels)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """In the order of the fields."""
+        return [value for field in fields(self) if isinstance(value := getattr(self, field.name), Tensor)]
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 

@@ -7,10 +7,8 @@ masks that are drawn on the device are drawn there too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
 
 import torch
-from torch import Tensor
 
 from maelm_fast.batch import PackedBatch, RaggedBatch
 from maelm_fast.data.update import Update
@@ -32,7 +30,6 @@ def on_device(updates: Iterable[Update], mask: Mask, device: torch.device) -> It
             batches = [mask(batch) for batch in update.to(device).micro_batches()]
         computing.wait_stream(sending)
         for batch in batches:
-            for field in fields(batch):
-                if isinstance(tensor := getattr(batch, field.name), Tensor):
-                    tensor.record_stream(computing)  # its memory is the sending stream's to give away
+            for tensor in batch.tensors:
+                tensor.record_stream(computing)  # its memory is the sending stream's to give away
         yield batches

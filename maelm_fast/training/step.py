@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -112,7 +111,7 @@ class GraphedStep:
         if self._done <= self.eager_updates:
             return _on_side_stream(lambda: self.step.compute(micro_batches, seeds), seeds.device)
         if self._replay is None:
-            self._inputs = [_clone(batch) for batch in micro_batches], seeds.clone()
+            self._inputs = [batch.map(Tensor.clone) for batch in micro_batches], seeds.clone()
             self._replay = self.record(lambda: self.step.compute(*self._inputs))
         else:
             self._copy(micro_batches, seeds)
@@ -125,8 +124,8 @@ class GraphedStep:
                 "runtime.cuda_graph: an update's sequences differ in length from those of the one that was recorded; "
                 "set runtime.cuda_graph=false"
             )
-        sources = [tensor for batch in micro_batches for tensor in _tensors(batch)]
-        torch._foreach_copy_([*(tensor for batch in batches for tensor in _tensors(batch)), held], [*sources, seeds])
+        sources = [tensor for batch in micro_batches for tensor in batch.tensors]
+        torch._foreach_copy_([*(tensor for batch in batches for tensor in batch.tensors), held], [*sources, seeds])
 
 
 def check_recordable(
@@ -173,16 +172,8 @@ def _cuda_graph(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return replay
 
 
-def _tensors(batch: PackedBatch) -> list[Tensor]:
-    return [value for field in fields(batch) if isinstance(value := getattr(batch, field.name), Tensor)]
-
-
 def _shape(batch: PackedBatch) -> tuple[tuple[int, ...], ...]:
     return batch.lengths, batch.decoder_lengths, batch.masked_lengths
-
-
-def _clone(batch: PackedBatch) -> PackedBatch:
-    return batch.map(Tensor.clone)
 
 
 class Readback:
