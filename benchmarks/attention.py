@@ -45,7 +45,7 @@ DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 SEQUENCES = {"cpu": 2, "cuda": 256}
 ROUNDS = {"cpu": 2, "cuda": 5}
 CONTESTANTS = {
-    "cpu": {"ours": "grouped", "reference": "reference", "sdpa": "sdpa"},
+    "cpu": {"ours": "native", "grouped": "grouped", "reference": "reference", "sdpa": "sdpa"},
     "cuda": {
         "ours": "triton", "torch varlen": "torch", "flash-attn": "flash", "xformers": "xformers", "flex": "flex",
         "sdpa": "sdpa",

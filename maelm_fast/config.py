@@ -209,9 +209,12 @@ class BackendConfig:
     mask_and_pack: Literal["auto", "host", "triton", "reference"] = "auto"
     """host: on the CPU, in the loader. triton and reference: on the training device. auto: host."""
     embed_packed: Literal["auto", "triton", "native", "reference"] = "auto"
-    attention: Literal["auto", "flash", "torch", "triton", "xformers", "flex", "grouped", "reference"] = "auto"
+    attention: Literal[
+        "auto", "flash", "torch", "triton", "xformers", "flex", "native", "grouped", "reference"
+    ] = "auto"  # fmt: skip
     """flash, torch, xformers: flash-attn, torch.nn.attention.varlen and xformers, without bias and dropout. flex:
-    FlexAttention, without dropout. grouped: sequences of like length together, in PyTorch, for the CPU."""
+    FlexAttention, without dropout. native: C++ for the CPU, fp32. grouped: sequences of like length together, in
+    PyTorch, for the CPU."""
     add_norm: Literal["auto", "triton", "native", "reference"] = "auto"
     feed_forward: Literal["auto", "triton", "reference"] = "auto"
     scatter_to_decoder: Literal["auto", "native", "reference"] = "auto"

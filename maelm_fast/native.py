@@ -49,6 +49,8 @@ def has(op: str, device: str) -> bool:
     import torch
 
     name = f"maelm_fast::{op}_native_fwd"
+    if not hasattr(torch.ops.maelm_fast, f"{op}_native_fwd"):  # the extension was built before the op was written
+        return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, device.upper())
 
 
@@ -56,7 +58,7 @@ def why_not(device: str) -> str:
     """Why the extension does not serve this device."""
     if not ops():
         return reasons["ops"]
-    return f"the extension was built without {device.upper()} code for this op"
+    return f"the extension was built without {device.upper()} code for this op, or before it had any; {REMEDY}"
 
 
 def _load(part: str, name: str) -> ModuleType | None:

@@ -353,13 +353,14 @@ def test_attention_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys:
     arguments = ["--device", "cpu", "--cases", "kept,documents", "--sequences", "3", "--rounds", "2"]
     attention.main([*arguments, "--out", str(out)])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(rows) == 2 * 4 * 3 * 3  # cases, with and without bias and dropout, phases, contestants
+    assert len(rows) == 2 * 4 * 3 * 4  # cases, with and without bias and dropout, phases, contestants
     for row in rows:
         reference = row["contestant"] == "reference"
         assert (row["ratio"] == {"median": 1.0, "q1": 1.0, "q3": 1.0}) or not reference
-        compared = reference or (row["backend"] == "sdpa" and not row["dropout"])
+        compared = row["backend"] in ("grouped", "reference") or (row["backend"] == "sdpa" and not row["dropout"])
         assert row["from_ours"] < 1e-5 if compared else row["from_ours"] is None
-    assert {row["contestant"] for row in rows if row["bias"]} == {"ours", "reference", "sdpa, bias written out"}
+    contestants = {row["contestant"] for row in rows if row["bias"]}
+    assert contestants == {"ours", "grouped", "reference", "sdpa, bias written out"}
     assert capsys.readouterr().out.count("skipped: flash-attn: attention: backend 'flash' cannot run: ") == 8
 
 

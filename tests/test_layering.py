@@ -23,8 +23,9 @@ MAY_IMPORT = {
     "training": LEAVES | {"presets", "model", "data", "ops"},
     "analysis": LEAVES | {"presets", "model", "data", "training", "ops"},
     "export": LEAVES | {"presets", "model", "data", "training", "ops"},
-    "experiments": LEAVES | {"presets", "model", "data", "training", "analysis"},
-    "cli": LEAVES | {"presets", "model", "data", "training", "analysis", "export", "experiments", "ops"},
+    "finetuning": LEAVES | {"presets", "model", "data", "training", "ops", "analysis", "export"},
+    "experiments": LEAVES | {"presets", "model", "data", "training", "analysis", "finetuning"},
+    "cli": LEAVES | {"presets", "model", "data", "training", "analysis", "export", "finetuning", "experiments", "ops"},
 }
 STANDS_ALONE = (
     PACKAGE / "export" / "modeling_maelm.py"

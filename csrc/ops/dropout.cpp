@@ -59,18 +59,9 @@ inline void draw_64(uint8_t* bytes, uint32_t group, uint32_t row, uint32_t place
 }
 #endif
 
-// Of 32 columns, pair t of word k (a block is t) belongs to keys 8 k + 2 t and the next one.
 template <class To>
 void write_weights(To* out, const uint8_t* bytes, int64_t width, To one) {
-  for (int64_t span = 0; span < width; span += 32) {
-    To keys[32];
-    for (int k = 0; k < 4; ++k) {
-      for (int t = 0; t < 4; ++t) {
-        for (int e = 0; e < 2; ++e) keys[8 * k + 2 * t + e] = bytes[span + 8 * t + 2 * k + e] ? one : To(0);
-      }
-    }
-    std::memcpy(out + span, keys, sizeof(To) * static_cast<size_t>(std::min<int64_t>(32, width - span)));
-  }
+  for (int64_t key = 0; key < width; ++key) out[key] = bytes[key] ? one : To(0);
 }
 
 Tensor keep_weights_native_fwd(Tensor rows, int64_t heads, int64_t columns, double p, Tensor seed, int64_t place,
@@ -91,7 +82,7 @@ Tensor keep_weights_native_fwd(Tensor rows, int64_t heads, int64_t columns, doub
   torch::stable::parallel_for(0, heads * count, kGrain, [&](int64_t begin, int64_t end) {
     std::vector<uint8_t> bytes(Dropout::buffer_size(columns), 255);
     for (int64_t i = begin; i < end; ++i) {
-      if (dropout.on()) dropout.draw(bytes.data(), numbers[i % count], columns, i / count);
+      if (dropout.on()) dropout.draw_weights(bytes.data(), numbers[i % count], columns, i / count);
       char* to = data + row_offset(i, stride);
       if (type == ScalarType::Bool) {
         write_weights(reinterpret_cast<bool*>(to), bytes.data(), columns, true);
@@ -128,6 +119,19 @@ void Dropout::draw(uint8_t* bytes, int64_t row, int64_t width, int64_t part) con
   for (int64_t column = 0; column < width; column += 64) {
     draw_64(bytes + column, static_cast<uint32_t>(column / kDropoutLanes), static_cast<uint32_t>(row), place_,
             static_cast<uint32_t>(part), seed_, threshold_);
+  }
+}
+
+// Of 32 columns, pair t of word k (a block is t) belongs to keys 8 k + 2 t and the next one.
+void Dropout::draw_weights(uint8_t* bytes, int64_t row, int64_t keys, int64_t head) const {
+  draw(bytes, row, keys, head);
+  for (int64_t span = 0; span < keys; span += 32) {
+    uint16_t pairs[16], ordered[16];
+    std::memcpy(pairs, bytes + span, 32);
+    for (int k = 0; k < 4; ++k) {
+      for (int t = 0; t < 4; ++t) ordered[4 * k + t] = pairs[4 * t + k];
+    }
+    std::memcpy(bytes + span, ordered, 32);
   }
 }
 

@@ -31,6 +31,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(maelm_fast, library) {
       "bool deterministic) -> (Tensor grad_token_table, Tensor grad_position_table, Tensor grad_weight, "
       "Tensor grad_bias)");
   library.def(
+      "attention_native_fwd(Tensor q, Tensor k, Tensor v, Tensor? line, Tensor q_starts, Tensor k_starts, "
+      "Tensor q_positions, Tensor k_positions, float scale, float dropout_p, Tensor? seed, int place) -> "
+      "(Tensor out, Tensor lse)");
+  library.def(
+      "attention_native_bwd(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor? line, "
+      "Tensor q_starts, Tensor k_starts, Tensor q_positions, Tensor k_positions, bool line_gradient, float scale, "
+      "float dropout_p, Tensor? seed, int place) -> "
+      "(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_line)");
+  library.def(
       "keep_weights_native_fwd(Tensor rows, int heads, int columns, float p, Tensor seed, int place, ScalarType dtype) "
       "-> Tensor");
 }

@@ -35,7 +35,7 @@ from maelm_fast.errors import UserError
 MASKING = MaskingConfig(rate=0.15, special_tokens=False)
 LONGEST = 512  # tokens of a sequence, if the model takes as many: the paper's
 BATCH = 32  # sequences a forward pass
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def load_encoder(path: str | Path, device: torch.device) -> HuggingFaceEncoder:
         raise UserError('Hugging Face checkpoints need transformers: pip install "maelm_fast[hf]"') from None
     _check_directory(path)
     options = {"local_files_only": True, "trust_remote_code": False}
-    with _quiet():
+    with quiet():
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
             model = transformers.AutoModel.from_pretrained(path, dtype=torch.float32, **options).eval().to(device)
@@ -80,7 +80,7 @@ def load_encoder(path: str | Path, device: torch.device) -> HuggingFaceEncoder:
         tokenizer,
         Vocabulary(rows, mask_id, tuple(sorted(tokenizer.all_special_ids))),
         model.config.hidden_size,
-        _longest(model),
+        longest_input(model),
         device,
     )
 
@@ -105,7 +105,7 @@ def _check_directory(path: Path) -> None:
         f"have no [MASK] to measure); RoBERTa, BERT, MPNet, ModernBERT and the like are",
     )
     require(
-        any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES),
+        any(any(path.glob(pattern)) for pattern in TOKENIZER_FILES),
         f"{path}: no tokenizer beside the model; save its tokenizer into the same directory",
     )
 
@@ -119,8 +119,8 @@ def _hidden_states(model: nn.Module) -> Any:
     return call
 
 
-def _longest(model: nn.Module) -> int:
-    """RoBERTa's kin number positions from behind the padding token's."""
+def longest_input(model: nn.Module) -> int:
+    """Tokens it takes at most. RoBERTa's kin number positions from behind the padding token's."""
     limit = int(getattr(model.config, "max_position_embeddings", LONGEST))
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
@@ -129,7 +129,7 @@ def _longest(model: nn.Module) -> int:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without transformers' progress bars and remarks on heads that are not used."""
     from transformers.utils import logging
 

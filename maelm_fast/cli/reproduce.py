@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from maelm_fast.analysis.plots import require_matplotlib, short_number
@@ -15,14 +16,23 @@ from maelm_fast.cli.common import OneLineParser
 from maelm_fast.config import require
 from maelm_fast.errors import UserError
 from maelm_fast.experiments import catalogue, scales
-from maelm_fast.experiments.cost import cost, needs_gpu_missing_here, rate_for, total
+from maelm_fast.experiments.cost import (
+    ASSUMED_BYTES_PER_TOKEN,
+    Cost,
+    Rate,
+    cost,
+    needs_gpu_missing_here,
+    rate_for,
+    unit_cost,
+)
+from maelm_fast.experiments.downstream import Files, assumed_tasks, find_tasks
 from maelm_fast.experiments.figures import draw
-from maelm_fast.experiments.ledger import Ledger, lock
 from maelm_fast.experiments.plan import Plan, make_plan
 from maelm_fast.experiments.report import FIGURE, report
 from maelm_fast.experiments.results import Results
 from maelm_fast.experiments.run import Stopped, is_store, manifests, place_data, run_dir, run_plan
 from maelm_fast.training.files import write_text
+from maelm_fast.training.ledger import Ledger, lock
 
 REPORT_FILE = "REPORT.md"
 
@@ -39,6 +49,7 @@ def main(argv: list[str]) -> int:
     if not only_shown:
         require_matplotlib()  # now, rather than after the training
         require(bool(data), f"--data is needed at scale {scale.name}: a token store, or text to make one of")
+    plan = _with_tasks(plan, options, only_shown)
     if data and (not only_shown or is_store(data)):
         plan = place_data(plan, data, out)
     print("\n".join(_shown(plan, data, Ledger(out))), flush=True)
@@ -60,6 +71,27 @@ def main(argv: list[str]) -> int:
     return 1 if results.errors() else 0
 
 
+def _with_tasks(plan: Plan, options: argparse.Namespace, only_shown: bool) -> Plan:
+    """The plan with its downstream part. The paper's own scale is shown with it even if no data are given."""
+    experiment, amount = plan.experiment, plan.scale.downstream
+    if experiment.use == "nothing":
+        require(not options.tasks, f"{experiment.name} has no downstream part: leave out --tasks")
+    files = {name: Files() for name in experiment.tasks}
+    for option in ("train", "validation"):
+        for given in getattr(options, option):
+            name, _, paths = given.partition("=")
+            require(bool(options.tasks), f"--{option} names files of a task: give --tasks too")
+            require(bool(paths), f"--{option} takes TASK=FILE or TASK=FILE,FILE, not '{given}'")
+            require(name in files, f"--{option} {given}: {experiment.name} has no task '{name}': {', '.join(files)}")
+            files[name] = replace(files[name], **{option: tuple(paths.split(","))})
+    if options.tasks:
+        return plan.with_tasks(find_tasks(experiment.tasks, options.tasks, amount, experiment.one_task, files))
+    if experiment.tasks and plan.scale.name == "full" and only_shown:
+        names = experiment.tasks[:1] if experiment.one_task else experiment.tasks
+        return plan.with_tasks(assumed_tasks(names, amount))
+    return plan
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="maelm-fast reproduce",
@@ -72,6 +104,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--scale", required=True, metavar="SCALE", help=sizes)
     add("--data", metavar="PATH", help="a token store; or text to make one of: a file, a glob, hf:NAME, 'embedded', "
         "or a directory, whose files named *validation* are the validation split (smoke: embedded)")  # fmt: skip
+    add("--tasks", nargs="+", metavar="DIR|hub", help="where GLUE's tasks and SQuAD 2.0 are, for what the paper "
+        "fine-tunes or prompts: directories with NAME/train.parquet and so on (see docs/reproduce.md), the first "
+        "one that has a task; or 'hub' (default: none, only pretraining is reproduced)")  # fmt: skip
+    for option in ("train", "validation"):
+        add(f"--{option}", nargs="+", default=[], metavar="TASK=FILE", help=f"{option} file of a task, or several with "
+            "commas between them, if they are not named so")  # fmt: skip
     add("--out", metavar="DIR", help="where everything goes; experiments in one directory share runs (default: "
         "reproduction-SCALE)")  # fmt: skip
     add("--seeds", type=int, default=1, metavar="N", help="pretrain every model with seeds 0 to N-1 (default: 1)")
@@ -82,16 +120,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _shown(plan: Plan, data: str | None, ledger: Ledger) -> Iterator[str]:
-    """The plan in lines: every run with what it costs, and the sum of those that are not finished."""
+    """The plan in lines: every run with what it costs, and the sum of what is not finished."""
     length = _mean_length(plan)
     yield f"{plan.experiment.title}; scale {plan.scale.name}: {plan.scale.about}"
     yield f"data: {data or 'none given'}" + ("" if plan.cells[0].data else ", not prepared yet")
     yield f"{'run':42}{'seed':>5}{'updates':>11}{'tokens':>9}{'FLOP':>11}{'about':>10}"
-    unfinished = [cell.key for cell in Results(plan, ledger).unfinished()]
+    results = Results(plan, ledger)
+    unfinished = [cell.key for cell in results.unfinished(units=False)]
     rate = rate_for(plan)
-    seconds = 0.0
+    everything, seconds = Cost(), 0.0
     for cell in plan.runs:
         one = cost(cell, length)
+        everything += one
         time = one.flops / rate.flops_per_s[cell.row.setting]
         finished = cell.key not in unfinished
         seconds += 0.0 if finished else time
@@ -104,14 +144,51 @@ def _shown(plan: Plan, data: str | None, ledger: Ledger) -> Iterator[str]:
         yield f"{repeated} more rows share a run with one of these"
     for row in plan.left_out:
         yield f"left out at this scale: {row.label} ({row.setting})"
-    everything = total(plan.runs, length)
     yield (
         f"{len(plan.runs)} runs, {short_number(everything.tokens)} tokens, {everything.flops:.2e} FLOP, "
         f"{everything.disk / 1e9:,.2f} GB of checkpoints; {len(unfinished)} unfinished, about {duration(seconds)}"
     )
+    if plan.found is not None:
+        yield from _shown_units(plan, results, rate)
     yield f"rate: {rate.source}"
-    for sentence in plan.experiment.missing:
+    for sentence in plan.missing:
         yield f"missing: {sentence}"
+
+
+def _shown_units(plan: Plan, results: Results, rate: Rate) -> Iterator[str]:
+    """Fine-tuning and prompting, a line for each task."""
+    found = plan.found
+    assert found is not None
+    what = "prompting" if plan.experiment.use == "prompting" else "fine-tuning"
+    yield f"{what}, tasks: {found.source}"
+    yield f"{'task':14}{'runs':>7}{'finished':>10}{'examples':>10}{'tokens':>9}{'FLOP':>11}{'about':>10}"
+    bytes_per_token = _bytes_per_token(plan)
+    runs, left, seconds = 0, 0, 0.0
+    for task in found.tasks:
+        whole, mine, finished, time = Cost(), 0, 0, 0.0
+        for cell in plan.runs:
+            for unit in cell.units:
+                if unit.task == task.name:
+                    one = unit_cost(unit, cell, found.sizes[task.name], bytes_per_token)
+                    whole, mine = whole + one, mine + 1
+                    if results.stage(cell, unit.stage) is not None:
+                        finished += 1
+                    else:
+                        time += one.flops / rate.flops_per_s[cell.row.setting]
+        runs, left, seconds = runs + mine, left + mine - finished, seconds + time
+        yield (
+            f"{task.title:14}{mine:>7,}{finished:>10,}{found.sizes[task.name].train:>10,}{short_number(whole.tokens):>9}"
+            f"{whole.flops:>11.2e}{duration(time):>10}"
+        )
+    yield f"{runs:,} {what} runs; {left:,} unfinished, about {duration(seconds)} at the rate of pretraining"
+
+
+def _bytes_per_token(plan: Plan) -> float:
+    """Of the corpus, once the plan is on token stores."""
+    if not plan.cells[0].data:
+        return ASSUMED_BYTES_PER_TOKEN
+    splits = [manifest.splits["train"] for manifest in manifests(plan).values()]
+    return sum(split.text_bytes for split in splits) / sum(split.tokens for split in splits)
 
 
 def _mean_length(plan: Plan) -> float | None:

@@ -1,11 +1,13 @@
 """What a plan costs before it runs: tokens and FLOPs, counted, and time, estimated from a rate.
 
+Of downstream work the tokens are estimated too, from the bytes of the texts, so its cost is a rough one.
 The rate is measured on this machine by a few updates of the model on random tokens. For a scale meant for a GPU, on a
 machine without one, it is an assumed share of a GPU's peak: a projection, named so wherever it is shown.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -13,9 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from maelm_fast import presets
 from maelm_fast.batch import PackedBatch
-from maelm_fast.config import RunConfig
+from maelm_fast.config import ModelConfig, RunConfig
 from maelm_fast.data.masking import Vocabulary, pack
+from maelm_fast.experiments.downstream import Prompting, Size, Unit
 from maelm_fast.experiments.plan import Cell, Plan
 from maelm_fast.experiments.scales import Scale
 from maelm_fast.model.flops import PEAK_BF16, training_flops
@@ -24,6 +28,8 @@ from maelm_fast.training.hardware import choose_device, choose_precision, device
 from maelm_fast.training.optim import build_optimizer
 
 ASSUMED_GPU, ASSUMED_SHARE = "NVIDIA H100", 0.4
+ASSUMED_BYTES_PER_TOKEN = 4.0  # of downstream text, before there is a vocabulary
+_SPECIAL_TOKENS = 4  # of a pair
 _FEW_TOKENS = 4096  # of a calibrating micro-batch at most, on a CPU; a GPU would idle
 _SECONDS, _UPDATES = 2.0, 3  # of a calibration, at least
 
@@ -67,8 +73,35 @@ def cost(cell: Cell, mean_length: float | None = None) -> Cost:
     return Cost(trained * length, trained * per_sample + evaluated * per_sample / 3 + ranks, saved * parameters * 12)
 
 
-def total(cells: tuple[Cell, ...], mean_length: float | None = None) -> Cost:
-    return sum((cost(cell, mean_length) for cell in cells), Cost())
+def unit_cost(unit: Unit, cell: Cell, size: Size, bytes_per_token: float = ASSUMED_BYTES_PER_TOKEN) -> Cost:
+    """Of one fine-tuning or prompting, as if every example had the task's mean length."""
+    model = cell.config.model
+    length = size.text_bytes / bytes_per_token + _SPECIAL_TOKENS
+    if isinstance(unit, Prompting):
+        length = min(length, model.max_positions)
+        forward = _forward(model if unit.mode != "head" else _encoder(cell.config), round(length))
+        few = unit.few
+        trained = 0 if unit.mode == "zero-shot" else few.steps * sum(few.batch_sizes) * len(few.lrs)
+        return Cost(trained * length, (3 * trained + size.validation) * forward)
+    config = unit.config
+    limit = min(config.max_length, model.max_positions)
+    windows = 1 + max(0, math.ceil((length - limit) / config.stride)) if unit.task == "squad_v2" else 1
+    length = min(length, limit)
+    forward = windows * _forward(_encoder(cell.config), round(length))
+    trained = config.epochs * size.train
+    looked_at = config.epochs * config.evaluations_per_epoch * size.validation
+    return Cost(trained * windows * length, (3 * trained + looked_at) * forward)
+
+
+def _encoder(config: RunConfig) -> ModelConfig:
+    """The model without its decoder."""
+    return presets.as_roberta(config).model
+
+
+def _forward(model: ModelConfig, length: int) -> float:
+    """FLOPs of one sequence of which one token is predicted: as a class, or as a word."""
+    visible = length if model.decoder == "none" else length - 1
+    return training_flops(model, [visible], [length], [1]) / 3
 
 
 def rate_for(plan: Plan) -> Rate:

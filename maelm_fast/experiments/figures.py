@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import statistics
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,19 @@ from typing import Any
 from maelm_fast.analysis.plots import COLOURS, MARKERS, short_number
 from maelm_fast.data.files import written_aside
 from maelm_fast.experiments.catalogue import Row
-from maelm_fast.experiments.results import REAL, Results, median_by_layer, predicts_all, pretraining_input
+from maelm_fast.experiments.plan import Cell
+from maelm_fast.experiments.results import (
+    REAL,
+    Results,
+    median_by_layer,
+    passes,
+    predicts_all,
+    pretraining_input,
+    scores,
+)
+from maelm_fast.experiments.scores import RANDOM, average_name, glue_tasks, prompted_average, squad_em
+from maelm_fast.finetuning.prompting.run import MODES
+from maelm_fast.finetuning.tasks import Task
 
 _GREY = "#555555"
 
@@ -51,8 +64,14 @@ def _fig6(results: Results) -> Any:
 
 def _fig5(results: Results) -> Any:
     mlm, mae_lm = results.plan.rows
-    figure = _figure(7.5, 5.2)
-    axis = figure.subplots()
+    after = [
+        (row.label, results.finetuned_ranks(results.plan.of_row(row), task))
+        for task in results.plan.tasks
+        for row in results.plan.rows
+    ]
+    both = any(seeds for _, seeds in after)
+    figure = _figure(12.0 if both else 7.5, 5.2)
+    axis, *second = figure.subplots(1, 2, squeeze=False)[0] if both else [figure.subplots()]
     lines = [
         ("MLM w. [MASK]", results.layers(mlm, "with_mask")),
         ("MLM w/o. [MASK]", results.layers(mlm, REAL)),
@@ -61,6 +80,9 @@ def _fig5(results: Results) -> Any:
     ]
     _by_layer(axis, lines)
     axis.set_title("(a) after pretraining", size=11)
+    for other in second:
+        _by_layer(other, after, first_colour=1)
+        other.set_title(f"(b) after fine-tuning on {results.plan.tasks[0].title}, its development inputs", size=11)
     return figure
 
 
@@ -90,15 +112,41 @@ def _by_layer(axis: Any, lines: Sequence[tuple[str, list[list[int]]]], first_col
 
 
 def _fig4(results: Results) -> Any:
-    figure = _figure(10.5, 4.4)
-    left, right = figure.subplots(1, 2)
-    rows = results.plan.rows
-    deltas = [float(row.label) for row in rows]
-    _over_delta(left, deltas, [results.of_row(row, "val_loss") for row in rows], 0)
-    left.set_ylabel("validation loss (nats per masked token)")
-    _over_delta(right, deltas, [results.last_layer(row, REAL) for row in rows], 1)
-    right.set_ylabel("0.9-effective rank, last layer, all tokens real")
+    plan, glue = results.plan, glue_tasks(results)
+
+    def mean(cells: Sequence[Cell], step: int | None = None) -> list[float]:
+        value = results.average(cells, glue, step)
+        return [] if value is None else [value]
+
+    panels: list[tuple[str, list[list[float]], list[list[float]]]] = [
+        (name, [of(plan.of_row(row), None) for row in plan.rows], [of([cell], 0) for cell in plan.controls])
+        for name, of in (
+            (average_name(results) if glue else "", mean),
+            ("SQuAD 2.0 EM", lambda cells, step: squad_em(results, cells, step)),
+        )
+    ]
+    panels = [panel for panel in panels if any(panel[1])]
+    losses = [results.of_row(row, "val_loss") for row in plan.rows]
+    ranks = [[float(rank) for rank in results.last_layer(row, REAL)] for row in plan.rows]
+    panels.append(("validation loss (nats per masked token)", losses, []))
+    panels.append(("0.9-effective rank, last layer, all tokens real", ranks, []))
+    figure = _figure(10.5, 4.4 * -(-len(panels) // 2))
+    axes = list(figure.subplots(-(-len(panels) // 2), 2, squeeze=False).flat)
+    deltas = [float(row.label) for row in plan.rows]
+    for i, (axis, (name, values, untrained)) in enumerate(zip(axes, panels, strict=False)):
+        _over_delta(axis, deltas, values, i)
+        axis.set_ylabel(_wrapped(name))
+        for seeds in untrained:
+            if seeds:
+                axis.axhline(statistics.median(seeds), color=_GREY, linestyle=":", label=RANDOM)
+                axis.legend(frameon=False)
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
     return figure
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, 50))
 
 
 def _over_delta(axis: Any, deltas: Sequence[float], values: Sequence[Sequence[float]], colour: int) -> None:
@@ -115,34 +163,65 @@ def _over_delta(axis: Any, deltas: Sequence[float], values: Sequence[Sequence[fl
 def _fig3(results: Results) -> Any:
     from matplotlib.ticker import FuncFormatter
 
-    figure = _figure(10.5, 7.6)
-    axes = figure.subplots(2, 2, sharex="col")
-    for i, row in enumerate(results.plan.rows):
-        for j, cell in enumerate(results.plan.of_row(row)):
-            curve = results.curve(cell)
-            for column, key in enumerate(("tokens", "seconds")):
-                for axis, quantity in zip(axes[:, column], ("val_loss", "rank"), strict=True):
-                    points = [point for point in curve if point[quantity] is not None]
+    task = results.plan.tasks[0] if results.plan.tasks else None
+    quantities = (["score"] if task else []) + ["val_loss", "rank"]
+    figure = _figure(10.5, 0.6 + 3.5 * len(quantities))
+    axes = figure.subplots(len(quantities), 2, sharex="col")
+    for column, key in enumerate(("tokens", "seconds")):
+        if task is not None:
+            _accuracy(axes[0, column], results, task, key)
+        for axis, quantity in zip(axes[-2:, column], quantities[-2:], strict=True):
+            for i, row in enumerate(results.plan.rows):
+                for j, cell in enumerate(results.plan.of_row(row)):
+                    points = [point for point in results.curve(cell) if point[quantity] is not None]
                     axis.plot([point[key] for point in points], [point[quantity] for point in points],
                               color=COLOURS[i], marker=MARKERS[i], markersize=5, linewidth=1.5,
                               label=row.label if j == 0 else None)  # fmt: skip
     for column, name in enumerate(("original tokens", "seconds of training, without evaluation and saving")):
-        axes[0, column].set_ylabel("validation loss (nats per masked token)")
-        axes[1, column].set_ylabel("0.9-effective rank, last layer, all tokens real")
-        axes[1, column].set_xlabel(name)
-        axes[1, column].xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+        axes[-2, column].set_ylabel("validation loss (nats per masked token)")
+        axes[-1, column].set_ylabel("0.9-effective rank, last layer, all tokens real")
+        axes[-1, column].set_xlabel(name)
+        axes[-1, column].xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
         for axis in axes[:, column]:
             axis.set_xlim(left=0)
             _finish(axis)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    handles, labels = axes[-2, 0].get_legend_handles_labels()
+    extra = [pair for pair in zip(*axes[0, 0].get_legend_handles_labels(), strict=True) if pair[1] not in labels]
+    handles, labels = handles + [h for h, _ in extra], labels + [name for _, name in extra]
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
+def _accuracy(axis: Any, results: Results, task: Task, key: str) -> None:
+    """The paper's panel: checkpoints after fine-tuning, and where the second model passes the first one's end."""
+    curves = [results.accuracy_curve(row, task) for row in results.plan.rows]
+    for i, (row, curve) in enumerate(zip(results.plan.rows, curves, strict=True)):
+        for point in curve if any(len(point["seeds"]) > 1 for point in curve) else []:
+            axis.plot([point[key]] * len(point["seeds"]), point["seeds"], linestyle="none", marker=".",
+                      color=COLOURS[i], alpha=0.5)  # fmt: skip
+        axis.plot([point[key] for point in curve], [point["score"] for point in curve], color=COLOURS[i],
+                  marker=MARKERS[i], linewidth=1.8, label=row.label)  # fmt: skip
+    for cell in results.plan.controls:
+        if values := scores(results.finetuned([cell], task, step=0), task.validation[0], task.metric):
+            axis.axhline(statistics.median(values), color=_GREY, linestyle=":", label=RANDOM)
+    if curves[0]:
+        final = curves[0][-1]["score"]
+        axis.axhline(
+            final, color=COLOURS[0], linestyle="--", linewidth=0.9, label=f"{results.plan.rows[0].label}, last"
+        )
+        if (place := passes(curves[1], final, key)) is not None:
+            axis.axvline(place, color=COLOURS[1], linestyle="--", linewidth=0.9)
+            axis.annotate(short_number(place), (place, 0.02), xycoords=("data", "axes fraction"), xytext=(4, 0),
+                          textcoords="offset points", size=9, color=COLOURS[1])  # fmt: skip
+    axis.set_ylabel(f"{task.title} {task.metric} after fine-tuning")
+
+
 def _by_row(results: Results) -> Any:
-    """Of a table: loss and rank of every row, one below the other."""
+    """Of a table: loss, rank and, where there is any, the downstream mean of every row, one below the other."""
     rows = results.plan.rows
-    figure = _figure(11.0, 1.8 + 0.34 * len(rows))
-    left, right = figure.subplots(1, 2, sharey=True)
+    downstream = bool(glue_tasks(results))
+    figure = _figure(14.0 if downstream else 11.0, (2.4 if downstream else 1.8) + 0.34 * len(rows))
+    left, right, *third = figure.subplots(1, 3 if downstream else 2, sharey=True)
     for y, row in enumerate(rows):
         config = results.plan.of_row(row)[0].config
         if predicts_all(config):
@@ -161,10 +240,32 @@ def _by_row(results: Results) -> Any:
     for i, label, look in ((2, "all tokens real", "full"), (1, "the input of pretraining", "none")):
         right.plot([], [], linestyle="none", marker=MARKERS[i], color=COLOURS[i], fillstyle=look, label=label)
     right.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
-    for axis in (left, right):
+    for axis in third:
+        _means(axis, results)
+    for axis in (left, right, *third):
         axis.set_ylim(len(rows) - 0.5, -0.5)
         _finish(axis)
     return figure
+
+
+def _means(axis: Any, results: Results) -> None:
+    """The mean over the tasks of every row: fine-tuned, with the untrained encoder's, or prompted in each way."""
+    glue = glue_tasks(results)
+    prompting = results.plan.experiment.use == "prompting"
+    for y, row in enumerate(results.plan.rows):
+        for i, mode in enumerate(MODES if prompting else ("",)):
+            mean = (
+                prompted_average(results, row, mode) if prompting else results.average(results.plan.of_row(row), glue)
+            )
+            if mean is not None:
+                axis.plot(mean, y, linestyle="none", color=COLOURS[3 + i], marker=MARKERS[3 + i],
+                          label=mode if y == 0 and prompting else None)  # fmt: skip
+    for cell in [] if prompting else results.plan.controls:
+        if (mean := results.average([cell], glue, step=0)) is not None:
+            axis.axvline(mean, color=_GREY, linestyle=":", label=f"{RANDOM}, {cell.row.setting}")
+    axis.set_xlabel(_wrapped(average_name(results)))
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
 
 
 def _dots(axis: Any, y: int, seeds: Sequence[float], colour: str, marker: str, **look: Any) -> None:

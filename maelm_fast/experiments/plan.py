@@ -7,8 +7,6 @@ seed is another cell with a run directory of its own, and experiments with a mod
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,8 +15,12 @@ from typing import Any
 from maelm_fast import presets
 from maelm_fast.config import RunConfig, require, to_dict
 from maelm_fast.errors import UserError
-from maelm_fast.experiments.catalogue import Experiment, Row
+from maelm_fast.experiments.catalogue import FIRST_CHOICES, Experiment, Row
+from maelm_fast.experiments.downstream import FineTuning, Found, Unit, finetunings, promptings
 from maelm_fast.experiments.scales import Corpus, Scale, Setting
+from maelm_fast.finetuning import tasks
+from maelm_fast.finetuning.fingerprint import digest
+from maelm_fast.finetuning.tasks import Task
 
 PRETRAINING = "pretraining"
 
@@ -37,6 +39,8 @@ class Cell:
     data: str = ""
     """The token store; empty, like its fingerprint, where a plan is only shown."""
     fingerprint: str = ""
+    units: tuple[Unit, ...] = ()
+    """What is done downstream, after the rest."""
 
     @cached_property
     def key(self) -> str:
@@ -48,11 +52,18 @@ class Cell:
         """Of a new run directory, before the key."""
         return re.sub(r"[^\w.+-]", "_", "-".join((self.row.setting, *self.row.variants, f"seed{self.config.seed}")))
 
-    @property
+    @cached_property
     def stages(self) -> dict[str, str]:
         """The parts of the work in order, each with the hash of what decides its result."""
         ranks = {rank_stage(step): digest(self.key, step, self.rank_samples) for step in self.rank_steps}
-        return {PRETRAINING: self.key, **ranks}
+        return {PRETRAINING: self.key, **ranks, **{unit.stage: unit.hash(self.key) for unit in self.units}}
+
+    def finetunings(self, task: str, step: int | None = None) -> list[FineTuning]:
+        """On a task, from a checkpoint, the last one by default."""
+        wanted = self.rank_steps[-1] if step is None else step
+        return [
+            unit for unit in self.units if isinstance(unit, FineTuning) and (unit.task, unit.step) == (task, wanted)
+        ]
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,8 @@ class Plan:
     left_out: tuple[Row, ...]
     """Rows in a setting that this scale does not have."""
     seeds: int
+    found: Found | None = None
+    """The downstream tasks; None if none were given."""
 
     @property
     def runs(self) -> tuple[Cell, ...]:
@@ -79,6 +92,57 @@ class Plan:
     @property
     def rows(self) -> list[Row]:
         return [row for row in self.experiment.rows if row not in self.left_out]
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """Those worked on, in the experiment's order."""
+        return self.found.tasks if self.found is not None else ()
+
+    @property
+    def ranked(self) -> str | None:
+        """The task after which effective ranks are measured: the same one in every experiment that has it."""
+        return next((name for name in FIRST_CHOICES if name in {task.name for task in self.tasks}), None)
+
+    @property
+    def controls(self) -> list[Cell]:
+        """The cells whose encoder is fine-tuned untrained too: of every setting MAE-LM's first seed, so that
+        experiments share it, or else the first row's."""
+        if self.experiment.use not in ("scores", "checkpoints"):
+            return []
+        cells: dict[str, Cell] = {}
+        for cell in self.cells:
+            if cell.config.seed == 0 and (cell.row.setting not in cells or not cell.row.variants):
+                cells[cell.row.setting] = cell
+        return list(cells.values())
+
+    @property
+    def missing(self) -> list[str]:
+        """What of the paper's figure or table is not made, in sentences."""
+        experiment = self.experiment
+        if experiment.use == "nothing":
+            return []
+        if self.found is None:
+            remedy = "missing: give --tasks, a directory with the tasks' files or hub."
+            return [" ".join(filter(None, (experiment.wanted, remedy, experiment.instead)))]
+        lines = [f"{tasks.get(name).title} is left out: {why}." for name, why in self.found.left_out.items()]
+        if experiment.one_task and lines:
+            lines.append(f"In place of {tasks.get(experiment.tasks[0]).title} stands {self.tasks[0].title}.")
+        return lines
+
+    def with_tasks(self, found: Found) -> Plan:
+        """The plan with the work on downstream tasks that the experiment is about."""
+        plan = dataclasses.replace(self, found=found)
+        controls = [cell.key for cell in self.controls]
+
+        def grown(cell: Cell) -> Cell:
+            amount, grid = self.scale.downstream, self.scale.settings[cell.row.setting].grid
+            if self.experiment.use == "prompting":
+                return dataclasses.replace(cell, units=tuple(promptings(found, amount, cell.rank_steps[-1])))
+            steps = (0, *cell.rank_steps) if cell.key in controls else cell.rank_steps
+            units = finetunings(found, grid, amount, steps, plan.ranked)
+            return dataclasses.replace(cell, units=tuple(units))
+
+        return dataclasses.replace(plan, cells=tuple(grown(cell) for cell in self.cells))
 
     def mae_lm(self, setting: str) -> RunConfig:
         """MAE-LM itself as this plan has it in one of its settings; runtime apart."""
@@ -134,10 +198,6 @@ def configured(config: RunConfig, variants: tuple[str, ...]) -> RunConfig:
 
 def rank_stage(step: int) -> str:
     return f"rank at {step}"
-
-
-def digest(*values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def differences(one: RunConfig, other: RunConfig) -> list[tuple[str, Any, Any]]:

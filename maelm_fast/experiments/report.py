@@ -6,20 +6,29 @@ Over seeds a number is the median, with [least, largest]. Everything in it comes
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 from maelm_fast import presets
 from maelm_fast.analysis.plots import short_number
 from maelm_fast.data.token_store import Manifest
+from maelm_fast.experiments import paper
 from maelm_fast.experiments.catalogue import Row
+from maelm_fast.experiments.markdown import NONE, over_seeds, table
 from maelm_fast.experiments.plan import differences
 from maelm_fast.experiments.results import REAL, Results, median_by_layer, predicts_all, pretraining_input
+from maelm_fast.experiments.scores import (
+    average_name,
+    checkpoints,
+    fine_tuned,
+    glue_tasks,
+    prompted,
+    ranks_after,
+    squad_em,
+    task_list,
+)
 
 FIGURE = "figure.png"
 _MISSING = "missing"
-_NONE = "-"
 _LAYER_INPUTS = {
     "with_mask": "with [MASK]",
     REAL: "without [MASK]: all tokens real",
@@ -41,22 +50,9 @@ def report(results: Results, manifests: dict[str, Manifest], run_names: dict[str
     lines += _section("What is missing", _missing(results))
     lines += _section("How this differs from the paper", _differs(results))
     lines += _section("Runs", _runs(results, run_names))
+    lines += _section("Tasks", task_list(results))
     lines += _section("Data", _data(manifests))
     return "\n".join(lines).rstrip() + "\n"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A Markdown table and an empty line."""
-    body = [list(header), ["---"] * len(header), *map(list, rows)]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in body] + [""]
-
-
-def over_seeds(values: Sequence[float], digits: int) -> str:
-    """ "2.50" of one value, "2.50 [2.40, 2.70]" of several, a dash of none."""
-    if not values:
-        return _NONE
-    middle = f"{statistics.median(values):,.{digits}f}"
-    return middle if len(values) == 1 else f"{middle} [{min(values):,.{digits}f}, {max(values):,.{digits}f}]"
 
 
 def _section(heading: str, lines: list[str]) -> list[str]:
@@ -81,6 +77,7 @@ def _by_layer(results: Results) -> list[str]:
                 rows.append([row.label, label, *(f"{rank:g}" for rank in median_by_layer(seeds))])
     if not rows:
         return [*lines, "Nothing is measured yet.", ""]
+    rows += ranks_after(results) if results.plan.tasks else []
     lines += table(["model", "input", *map(str, range(depth))], rows)
     return lines + _losses(results)
 
@@ -106,7 +103,7 @@ def _rank_cells(results: Results, row: Row) -> list[str]:
     """Of the last layer: real tokens, the input of pretraining, and the width."""
     config = results.plan.of_row(row)[0].config
     name = pretraining_input(config)
-    own = over_seeds(results.last_layer(row, name), 0) if name else _NONE
+    own = over_seeds(results.last_layer(row, name), 0) if name else NONE
     return [over_seeds(results.last_layer(row, REAL), 0), own, str(config.model.hidden_size)]
 
 
@@ -115,14 +112,22 @@ _MEASURED = ("validation loss", "accuracy", "below unigram by", "rank, all token
 
 
 def _fig4(results: Results) -> list[str]:
-    header = ["delta", "here", *_MEASURED]
-    rows = results.plan.rows
-    cells = ([row.label, _here(results, row), *_loss_cells(results, row), *_rank_cells(results, row)] for row in rows)
-    return [*_explained(), *table(header, cells)]
+    plan = results.plan
+    header, cells = ["delta", "here", *_MEASURED], []
+    glue, squad = glue_tasks(results), any(task.kind == "spans" for task in plan.tasks)
+    header += [average_name(results)] if glue else []
+    header += ["SQuAD EM"] if squad else []
+    for row in plan.rows:
+        mean = results.average(plan.of_row(row), glue)
+        cells.append([row.label, _here(results, row), *_loss_cells(results, row), *_rank_cells(results, row)])
+        cells[-1] += [NONE if mean is None else f"{mean:.1f}"] if glue else []
+        cells[-1] += [over_seeds(squad_em(results, plan.of_row(row)), 1)] if squad else []
+    columns = paper.TABLE_1.columns[1:]
+    return [*_explained(), *table(header, cells), *(fine_tuned(results, columns) if plan.tasks else [])]
 
 
 def _fig3(results: Results) -> list[str]:
-    lines = []
+    lines = checkpoints(results) if results.plan.tasks else []
     for row in results.plan.rows:
         for cell in results.plan.of_row(row):
             lines += [f"{row.label}, seed {cell.config.seed}:", ""]
@@ -131,7 +136,7 @@ def _fig3(results: Results) -> list[str]:
                 header,
                 (
                     [f"{point['step']:,}", short_number(point["tokens"]), f"{point['seconds']:,.1f}",
-                     f"{point['val_loss']:.3f}", _NONE if point["rank"] is None else str(point["rank"])]
+                     f"{point['val_loss']:.3f}", NONE if point["rank"] is None else str(point["rank"])]
                     for point in results.curve(cell)
                 ),
             )  # fmt: skip
@@ -139,15 +144,18 @@ def _fig3(results: Results) -> list[str]:
 
 
 def _table_2(results: Results) -> list[str]:
-    header = ["group", "setting", "here", "GLUE, paper", "GLUE, ours", *_MEASURED]
-    cells = (
-        [row.group, row.label, _here(results, row), row.printed, _MISSING, *_loss_cells(results, row),
-         *_rank_cells(results, row)]
-        for row in results.plan.rows
-    )  # fmt: skip
+    plan, glue = results.plan, glue_tasks(results)
+    ours = f"{average_name(results)}, ours" if glue else "GLUE, ours"
+    header, cells = ["group", "setting", "here", "GLUE, paper", ours, *_MEASURED], []
+    for row in plan.rows:
+        mean = results.average(plan.of_row(row), glue)
+        score = NONE if mean is None else f"{mean:.1f}"
+        cells.append([row.group, row.label, _here(results, row), row.printed, score if glue else _MISSING,
+                      *_loss_cells(results, row), *_rank_cells(results, row)])  # fmt: skip
     everything = any(predicts_all(cell.config) for cell in results.plan.cells)
     note = "\\* This model predicts every token from those before it: its loss cannot be compared with the others'."
-    return [*_explained(), *table(header, cells), *([note, ""] if everything else [])]
+    lines = [*_explained(), *table(header, cells), *([note, ""] if everything else [])]
+    return lines + (fine_tuned(results, paper.TABLE_1.columns[1:-2]) if glue else [])
 
 
 def _explained() -> list[str]:
@@ -174,8 +182,14 @@ def _paper_table(results: Results) -> list[str]:
     ours = ([row.group, row.label, _here(results, row), *_loss_cells(results, row), *_rank_cells(results, row)]
             for row in results.plan.rows)  # fmt: skip
     lines += ["Ours. " + _explained()[0], "", *table(["setting", "model", "here", *_MEASURED], ours)]
-    unfilled = ([row.group, row.label, *[_MISSING] * (len(printed.columns) - 1)] for row in results.plan.rows)
-    return [*lines, "Ours, in the paper's columns:", "", *table(["setting", *printed.columns], unfilled)]
+    columns = printed.columns[1:]
+    lines += ["Ours, in the paper's columns:", ""]
+    if results.plan.experiment.use == "prompting" and results.plan.tasks:
+        return lines + prompted(results, columns)
+    if results.plan.tasks:
+        return lines + fine_tuned(results, columns)
+    unfilled = ([row.group, row.label, *[_MISSING] * len(columns)] for row in results.plan.rows)
+    return lines + table(["setting", *printed.columns], unfilled)
 
 
 _RESULTS = {
@@ -196,7 +210,7 @@ _RESULTS = {
 
 def _missing(results: Results) -> list[str]:
     plan = results.plan
-    lines = [f"- {sentence}" for sentence in plan.experiment.missing]
+    lines = [f"- {sentence}" for sentence in plan.missing]
     if plan.left_out:
         rows = ", ".join(f"{row.label} ({row.setting})" for row in plan.left_out)
         lines.append(f"- Left out at this scale: {rows}. The paper's setting of those rows is run by --scale full.")
@@ -219,6 +233,7 @@ def _differs(results: Results) -> list[str]:
     lines = [*(f"- {note}" for note in plan.experiment.notes)]
     lines.append(f"- Pretraining seeds: {plan.seeds}. The paper gives medians over five seeds of fine-tuning.")
     lines.append("- Corpus: see Data. The paper's are Wikipedia and BookCorpus (16 GB); 160 GB for base++ and large++.")
+    lines += [f"- {sentence}" for sentence in _downstream_differs(results)]
     lines.append("")
     for setting in dict.fromkeys(row.setting for row in plan.rows):
         fields = differences(presets.get(setting), plan.mae_lm(setting))
@@ -226,6 +241,38 @@ def _differs(results: Results) -> list[str]:
             lines += table([f"MAE-LM, {setting}", "the paper's", "here"],
                            ([name, _plain(paper), _plain(here)] for name, paper, here in fields))  # fmt: skip
     return lines
+
+
+def _downstream_differs(results: Results) -> list[str]:
+    """How fine-tuning or prompting here differs from the paper's."""
+    plan, amount = results.plan, results.plan.scale.downstream
+    if plan.found is None:
+        return []
+    lines = []
+    if amount.train_limit or amount.validation_limit:
+        lines.append(f"At most {amount.train_limit:,} training and {amount.validation_limit:,} validation examples of "
+                     f"a task: see Tasks.")  # fmt: skip
+    if plan.experiment.use == "prompting":
+        few = amount.few
+        lines.append(f"Few-shot: {few.shots} examples per label, {amount.draws} draws, {few.steps:,} updates, learning "
+                     f"rates {_numbers(few.lrs)}, batches {_numbers(few.batch_sizes)}. Gao et al.: 16, 5, 1,000, the "
+                     f"best of 1e-05, 2e-05, 5e-05 and of 2, 4, 8. The draws are not theirs.")  # fmt: skip
+        return lines
+    for setting in dict.fromkeys(row.setting for row in plan.rows):
+        grid = plan.scale.settings[setting].grid
+        sizes = ", ".join(f"{task.title} {grid.size(task)}" for task in plan.tasks)
+        lines.append(f"Fine-tuning, {setting}: grid {grid.name} ({grid.about}); cells: {sizes}; seeds: {amount.seeds}. "
+                     f"The paper: the best cell of its Tables 4 and 5, 5 seeds.")  # fmt: skip
+        alike: dict[str, list[str]] = {}
+        for task in plan.tasks:
+            fields = ", ".join(f"{name} {_numbers(values)}" for name, values in grid.values(task).items())
+            alike.setdefault(fields, []).append(task.title)
+        lines += [f"{', '.join(titles)}: {fields}." for fields, titles in alike.items()]
+    return lines
+
+
+def _numbers(values: tuple[Any, ...]) -> str:
+    return " or ".join(f"{value:g}" if isinstance(value, float) else _plain(value) for value in values)
 
 
 def _runs(results: Results, run_names: dict[str, str]) -> list[str]:

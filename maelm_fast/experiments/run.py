@@ -4,6 +4,7 @@
     OUT/locks/          a lock per cell, held while it is worked on
     OUT/stores/         token stores made from text
     OUT/runs/           ordinary run directories, their names ending in the cell's key
+    OUT/states/         of fine-tuning under way, for going on after a kill; removed when it is finished
     OUT/<experiment>/   REPORT.md and figure.png
 
 Killed anywhere, the same command goes on: finished parts are skipped, pretraining goes on from its last checkpoint.
@@ -27,11 +28,14 @@ from maelm_fast.data.prepare import PrepareConfig, prepare
 from maelm_fast.data.readers import COMPRESSIONS, FORMATS
 from maelm_fast.data.token_store import MANIFEST_FILE, Manifest, TokenStore
 from maelm_fast.errors import UserError
-from maelm_fast.experiments.ledger import Ledger, lock
+from maelm_fast.experiments.finetune import Worker, outcome
 from maelm_fast.experiments.plan import PRETRAINING, Cell, Plan, rank_stage, the_store_fits
+from maelm_fast.experiments.results import BASELINES
 from maelm_fast.experiments.scales import Corpus
+from maelm_fast.finetuning.run import Stopped as StoppedTraining
 from maelm_fast.training.hardware import choose_device
 from maelm_fast.training.job import pretrain
+from maelm_fast.training.ledger import Ledger, lock
 from maelm_fast.training.rundir import RunDir, load_run
 
 log = logging.getLogger(__name__)
@@ -88,14 +92,17 @@ def run_plan(plan: Plan, out: Path) -> None:
 
     Cells that fail are recorded in the ledger and do not stop the others. Raises Stopped after SIGTERM or SIGINT."""
     ledger, runs = Ledger(out), plan.runs
+    worker = Worker(plan.found, out) if plan.found is not None else None
     waiting = list(runs)
     with _stops():
+        if worker is not None:
+            _baselines(plan, worker, ledger, out)
         while waiting:
             busy = []
             for cell in waiting:
                 with lock(out / "locks" / f"{cell.key}.lock") as ours:
                     if ours:
-                        _work(cell, ledger, out, f"[{runs.index(cell) + 1}/{len(runs)}]")
+                        _work(cell, ledger, out, f"[{runs.index(cell) + 1}/{len(runs)}]", worker)
                     else:
                         busy.append(cell)
             if len(busy) == len(waiting):
@@ -103,40 +110,68 @@ def run_plan(plan: Plan, out: Path) -> None:
             waiting = busy
 
 
-def _work(cell: Cell, ledger: Ledger, out: Path, place: str) -> None:
-    """The stages of a cell that the ledger does not have, up to the first that fails. Its lock must be held."""
-    todo = [stage for stage, config in cell.stages.items() if ledger.result(cell.key, stage, config) is None]
+def _baselines(plan: Plan, worker: Worker, ledger: Ledger, out: Path) -> None:
+    """Of every task, once. What they need is needed later too: a fault stops the command before anything is trained."""
+    assert plan.found is not None
+    with lock(out / "locks" / "baselines.lock", wait=True):
+        for task, fingerprint in plan.found.fingerprints.items():
+            if ledger.result(task, BASELINES, fingerprint) is None:
+                row = {"key": task, "stage": BASELINES, "config": fingerprint, "result": worker.baselines(task)}
+                ledger.append({**row, "time": _now()})
+
+
+def _work(cell: Cell, ledger: Ledger, out: Path, place: str, worker: Worker | None) -> None:
+    """The stages of a cell that the ledger does not have. Its lock must be held. Without pretraining there is no more;
+    any other stage that fails costs only itself."""
+    done = {(row["stage"], row["config"]) for row in ledger.rows() if row["key"] == cell.key and "result" in row}
+    todo = [stage for stage in cell.stages.items() if stage not in done]
     if not todo:
         print(f"{place} {title(cell)}: finished", flush=True)
         return
     run = run_dir(out, cell)
-    for stage in todo:
+    for stage, config in todo:
         print(f"\n{place} {title(cell)}: {stage}", flush=True)
-        row = {"key": cell.key, "stage": stage, "config": cell.stages[stage], "label": cell.row.label,
-               "seed": cell.config.seed, "run": run.path.name}  # fmt: skip
+        row: dict[str, Any] = {"key": cell.key, "stage": stage, "config": config, "label": cell.row.label,
+                               "seed": cell.config.seed, "run": run.path.name}  # fmt: skip
         try:
-            row["result"] = _stage(cell, stage, run)
+            row["result"] = _stage(cell, stage, run, worker)
         except Stopped:
             raise
         except UserError as error:
             row["error"] = str(error)
-        except Exception as error:  # whatever it is must not cost the other cells their turn; the log has the trace
+        except Exception as error:  # whatever it is must not cost the other stages their turn; the log has the trace
             log.exception("%s: %s", title(cell), stage)
             row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        ledger.append({**row, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+        ledger.append({**row, "time": _now()})
         if "error" in row:
             print(f"{place} {title(cell)}: failed: {row['error']}", flush=True)
-            return
+            if stage == PRETRAINING:
+                return
+        elif stage in (unit.stage for unit in cell.units):
+            print(f"{place} {title(cell)}: {outcome(row['result'])}", flush=True)
+        if worker is not None and worker.asked_to_stop:
+            raise Stopped
 
 
-def _stage(cell: Cell, stage: str, run: RunDir) -> dict[str, Any]:
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def _stage(cell: Cell, stage: str, run: RunDir, worker: Worker | None) -> dict[str, Any]:
     if stage == PRETRAINING:
         pretrain(cell.preset, cell.config, cell.data, str(run.path), live_metric=live_metric)
         if not _finished(run):
             raise Stopped
         return pretraining_result(run)
-    step = next(step for step in cell.rank_steps if stage == rank_stage(step))
-    return _ranks(cell, run, step)
+    for step in cell.rank_steps:
+        if stage == rank_stage(step):
+            return _ranks(cell, run, step)
+    unit = next(unit for unit in cell.units if unit.stage == stage)
+    assert worker is not None
+    try:
+        return worker.do(unit, cell, run)
+    except StoppedTraining:
+        raise Stopped from None
 
 
 def title(cell: Cell) -> str:

@@ -6,11 +6,16 @@ Decoders have two layers at least, so that half of them (Table 2's two of four) 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from maelm_fast import presets
 from maelm_fast.config import RunConfig
 from maelm_fast.errors import UserError
+from maelm_fast.finetuning import grids
+from maelm_fast.finetuning.grids import Grid, Values
+from maelm_fast.finetuning.prompting.fewshot import GRID_BATCH_SIZES, GRID_LRS, SPLIT_SEEDS, FewShotConfig
+
+_SHORT: Values = {"max_length": (128,)}  # tokens; a model with fewer positions takes fewer
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,24 @@ class Setting:
     preset: str
     config: RunConfig
     corpus: Corpus
+    grid: Grid
+    """Of fine-tuning. A grid of several cells for a task is searched, and the best cell reported."""
+
+
+@dataclass(frozen=True)
+class Downstream:
+    """How much of the downstream tasks a scale does."""
+
+    seeds: int
+    """Of fine-tuning, for each pretrained model."""
+    train_limit: int | None = None
+    """Training examples of a task at most, a fixed pseudo-random subset."""
+    validation_limit: int | None = None
+    """Likewise of each validation split."""
+    few: FewShotConfig = field(default_factory=FewShotConfig)
+    """Of few-shot prompting; the default is Gao et al.'s."""
+    draws: int = len(SPLIT_SEEDS)
+    """Of few-shot examples."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +69,7 @@ class Scale:
     """A run is evaluated and saved so many times, evenly spaced, and every checkpoint is kept."""
     rank_samples: int
     """Validation samples that effective ranks are measured on."""
+    downstream: Downstream
     text: str | None = None
     """The text taken when none is given."""
     gpu: bool = False
@@ -62,12 +86,25 @@ def smoke() -> Scale:
     )
     large = presets.change(base, model={"num_layers": 2 * base.model.num_layers})
     corpus = Corpus(base.model.vocab_size, base.model.max_positions, validation=0.02)
+    grid = Grid(
+        "smoke",
+        "one epoch",
+        {"lr": (1e-3,), "epochs": (1,), "batch_size": (16,), "evaluations_per_epoch": (1,), **_SHORT},
+        {"squad": {"question_length": (24,), "stride": (32,)}},
+    )
     return Scale(
         name="smoke",
         about="minutes on two CPU cores, to see that everything works",
-        settings={"base": Setting("tiny", base, corpus), "large++": Setting("tiny", large, corpus)},
+        settings={"base": Setting("tiny", base, corpus, grid), "large++": Setting("tiny", large, corpus, grid)},
         checkpoints=3,
         rank_samples=64,
+        downstream=Downstream(
+            seeds=1,
+            train_limit=128,
+            validation_limit=48,
+            few=FewShotConfig(shots=2, steps=4, evaluate_every=2),
+            draws=2,
+        ),
         text="embedded",
         meaningless=True,
     )
@@ -82,12 +119,19 @@ def cpu() -> Scale:
     )
     large = presets.change(base, model={"num_layers": 2 * base.model.num_layers})
     corpus = Corpus(base.model.vocab_size, base.model.max_positions)
+    grid = Grid(
+        "cpu",
+        "the middle of the quick grid",
+        {"lr": (3e-4,), "epochs": (3,), "batch_size": (32,), "evaluations_per_epoch": (1,), **_SHORT},
+        {"small": {"epochs": (10,)}, "squad": {"epochs": (2,), "question_length": (32,), "stride": (64,)}},
+    )
     return Scale(
         name="cpu",
         about="100 million tokens a run on a few CPU cores",
-        settings={"base": Setting("tiny", base, corpus), "large++": Setting("tiny", large, corpus)},
+        settings={"base": Setting("tiny", base, corpus, grid), "large++": Setting("tiny", large, corpus, grid)},
         checkpoints=8,
         rank_samples=2048,
+        downstream=Downstream(seeds=3, train_limit=8192, validation_limit=2048, few=FewShotConfig(lrs=(1e-4,))),
     )
 
 
@@ -95,12 +139,23 @@ def gpu() -> Scale:
     base = presets.get("small")
     large = presets.change(base, model={"num_layers": 2 * base.model.num_layers})
     corpus = Corpus(base.model.vocab_size, base.model.max_positions)
+    grid = Grid(
+        "gpu",
+        "one cell of the paper's grids, at their largest learning rate, the model being smaller than the paper's",
+        {"lr": (5e-5,), "epochs": (3,), "batch_size": (32,), **_SHORT},
+        {
+            "small": {"epochs": (10,), "batch_size": (16,)},
+            "large": {"lr": (4e-5,)},
+            "squad": {"question_length": (32,), "stride": (64,)},
+        },
+    )
     return Scale(
         name="gpu",
         about="655 million tokens a run on one GPU",
-        settings={"base": Setting("small", base, corpus), "large++": Setting("small", large, corpus)},
+        settings={"base": Setting("small", base, corpus, grid), "large++": Setting("small", large, corpus, grid)},
         checkpoints=10,
         rank_samples=8192,
+        downstream=Downstream(seeds=5, few=FewShotConfig(lrs=(5e-5,))),
         gpu=True,
     )
 
@@ -114,9 +169,15 @@ def full() -> Scale:
     return Scale(
         name="full",
         about="the paper's models, updates and batches",
-        settings={name: Setting(name, presets.get(name), corpus) for name, corpus in corpora.items()},
+        settings={
+            name: Setting(
+                name, presets.get(name), corpus, grids.get("paper-large" if name == "large++" else "paper-base")
+            )
+            for name, corpus in corpora.items()
+        },
         checkpoints=25,
         rank_samples=10_000,  # 5 million tokens, as the paper's
+        downstream=Downstream(seeds=5, few=FewShotConfig(lrs=GRID_LRS, batch_sizes=GRID_BATCH_SIZES)),
         gpu=True,
     )
 

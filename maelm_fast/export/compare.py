@@ -50,7 +50,7 @@ def compare_model(transformers: Any, model: MaeLm, path: Path, remote_code: bool
         _Padded(model, [1, max(1, half), longest], longest, "right"),
         _Padded(model, [1, min(2, longest), max(1, half)], min(longest, half + 3), "left"),
     ]
-    with torch.inference_mode(), _remote_code_removed():
+    with torch.inference_mode(), remote_code_removed():
         theirs = transformers.AutoModel.from_pretrained(path, **options).eval()
         pairs = [pair for batch in batches for pair in batch.hidden_states(ours, theirs)]
         layers, hidden = len(pairs) // len(batches), _largest_difference(pairs)
@@ -122,7 +122,7 @@ class _Padded:
 
 
 @contextlib.contextmanager
-def _remote_code_removed() -> Iterator[None]:
+def remote_code_removed() -> Iterator[None]:
     """transformers imports remote code from a copy in its cache; this takes the comparison's copy out again."""
     before = set(sys.modules)
     try:

@@ -1,4 +1,5 @@
-"""Weights of a RoBERTa, BERT or MPNet checkpoint under our names, to start domain-adaptive pretraining from.
+"""Weights of a RoBERTa, BERT or MPNet checkpoint under our names, to start pretraining or fine-tuning from; and of the
+encoder in a directory that `export` wrote in our own format.
 
     initial = read_checkpoint("roberta-base/")          # a local directory; nothing is downloaded
     model = MaeLm(adapt(config, initial))               # adapt, load_initial: maelm_fast.training.initial
@@ -21,7 +22,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from maelm_fast.config import ModelConfig, require
+from maelm_fast.config import TABLE_MULTIPLE, ModelConfig, require
 from maelm_fast.errors import UserError
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training.initial import Initial
@@ -83,21 +84,33 @@ FAMILIES = {
     ),
 }
 
+OWN = "maelm"
+"""model_type of our own format (modeling_maelm.py)."""
+OWN_NAMES = {"token_table": "token_embedding.weight", "position_table": "position_embedding.weight"}
+"""The encoder's parameters that have other names there."""
+
+
+def read_fields(path: str | Path) -> dict[str, Any]:
+    """What a checkpoint's config.json fixes of ModelConfig. UserError if our encoder cannot hold it exactly."""
+    path = Path(path)
+    return _model_fields(path, _read_config(path / "config.json"))
+
 
 def read_checkpoint(path: str | Path) -> Initial:
     """Reads config.json, model.safetensors (or pytorch_model.bin, without running code in it) and, for the vocabulary,
-    tokenizer.json of a directory. Weights come out in fp32; the LM head is among them if the checkpoint has one.
+    tokenizer.json of a directory. Weights come out in fp32; the LM head is among them if the checkpoint has one, but of
+    our own format the encoder alone is read.
 
     Raises UserError if that is no checkpoint of a supported architecture, or one our encoder cannot hold exactly."""
     path = Path(path)
     require(path.is_dir(), f"{path}: not a directory; give a local directory with config.json and model.safetensors")
     data = _read_config(path / "config.json")
     kind = data["model_type"]
-    fields = _model_fields(path, data, FAMILIES[kind])
-    tensors = _read_weights(path)
+    fields = _model_fields(path, data)
+    tensors = read_weights(path)
     has_head = any(name.startswith(("lm_head.", "cls.predictions.")) for name in tensors)
     try:
-        state = _translate(tensors, kind, fields, has_head)
+        state = _own_encoder(tensors) if kind == OWN else _translate(tensors, kind, fields, has_head)
     except KeyError as missing:
         raise UserError(f"{path}: the checkpoint has no tensor {missing}; it is no complete {kind} encoder") from None
     except RuntimeError as error:
@@ -114,8 +127,8 @@ def _read_config(file: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         raise UserError(f"{file}: cannot be read as JSON") from None
     require(isinstance(data, dict), f"{file}: not the configuration of a model")
-    kind, known = data.get("model_type"), ", ".join(FAMILIES)
-    require(kind in FAMILIES, f"{file}: model_type {kind!r} is not supported; supported: {known}")
+    kind, known = data.get("model_type"), ", ".join((*FAMILIES, OWN))
+    require(kind in FAMILIES or kind == OWN, f"{file}: model_type {kind!r} is not supported; supported: {known}")
     activation, positions = data.get("hidden_act", "gelu"), data.get("position_embedding_type", "absolute")
     require(activation == "gelu", f"{file}: hidden_act is {activation!r}; our blocks compute 'gelu' (exact) only")
     require(
@@ -127,7 +140,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     return data
 
 
-def _model_fields(path: Path, data: dict[str, Any], family: Family) -> dict[str, Any]:
+def _model_fields(path: Path, data: dict[str, Any]) -> dict[str, Any]:
     names = {
         "vocab_size": "vocab_size",
         "max_positions": "max_position_embeddings",
@@ -143,6 +156,14 @@ def _model_fields(path: Path, data: dict[str, Any], family: Family) -> dict[str,
             f"{path / 'config.json'}: {theirs} must be a positive number, not {value}",
         )
     fields = {ours: data[theirs] for ours, theirs in names.items()}
+    if data["model_type"] == OWN:
+        own = ("layer_norm_eps", "relative_bias", "relative_buckets", "relative_max_distance")
+        for name in own:
+            require(
+                name in data, f"{path / 'config.json'}: {name} is missing; it is no configuration that export wrote"
+            )
+        return fields | {name: data[name] for name in own}
+    family = FAMILIES[data["model_type"]]
     fields["max_positions"] -= family.first_position
     fields["layer_norm_eps"] = data.get("layer_norm_eps", 1e-12)  # what all three classes take if the file is silent
     fields["relative_bias"] = "none"
@@ -158,7 +179,8 @@ def _model_fields(path: Path, data: dict[str, Any], family: Family) -> dict[str,
     return fields
 
 
-def _read_weights(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """A checkpoint's tensors as they are. UserError if they cannot be read, or not without running code."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -220,11 +242,25 @@ def _translate(tensors: dict[str, Tensor], kind: str, fields: dict[str, Any], ha
         raise UserError(f"the checkpoint's tensor {name} has no place in our encoder; it is no plain {kind} model")
     if has_head:
         state |= _head(tensors, family, take, state["encoder.token_table"])
-    padding = -state["encoder.token_table"].shape[0] % 64
     for name in ("encoder.token_table", "head.vocabulary_bias"):
         if name in state:
-            t = state[name]
-            state[name] = torch.cat([t, t.new_zeros(padding, *t.shape[1:])])
+            state[name] = _with_padding_rows(state[name])
+    return state
+
+
+def _with_padding_rows(t: Tensor) -> Tensor:
+    return torch.cat([t, t.new_zeros(-t.shape[0] % TABLE_MULTIPLE, *t.shape[1:])])
+
+
+def _own_encoder(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The encoder of our own format, alone or in a class with a head. KeyError names a missing tensor."""
+    prefix = "encoder." if any(name.startswith("encoder.") for name in tensors) else ""
+    state = {f"encoder.{ours}": tensors[prefix + theirs].float() for ours, theirs in OWN_NAMES.items()}
+    for name, tensor in tensors.items():
+        ours = name.removeprefix(prefix)
+        if ours.startswith(("embedding_norm.", "blocks.", "relative_bias.weight")) and name.startswith(prefix):
+            state[f"encoder.{ours}"] = tensor.float()
+    state["encoder.token_table"] = _with_padding_rows(state["encoder.token_table"])
     return state
 
 
@@ -258,6 +294,7 @@ def _check_shapes(path: Path, state: dict[str, Tensor], fields: dict[str, Any], 
     for name, tensor in expected.items():
         if name.startswith("head.") and not has_head:
             continue
+        require(name in state, f"{path}: the checkpoint has no tensor for {name}; it is no complete encoder")
         found = tuple(state[name].shape)
         require(
             found == tuple(tensor.shape),

@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from tokenizers import Tokenizer
 
 from maelm_fast.config import ModelConfig, require
 from maelm_fast.data.tokenizer import PAD, special_ids, special_names
 from maelm_fast.errors import UserError
 from maelm_fast.export.compare import Differences, compare_model, compare_tokenizer
-from maelm_fast.export.mapping import own_fields, own_holds_all, own_state, stock_fields, stock_state
+from maelm_fast.export.mapping import own_encoder_state, own_fields, own_holds_all, own_state, stock_fields, stock_state
 from maelm_fast.training.files import write_directory, write_json
 from maelm_fast.training.rundir import LoadedRun
 
@@ -76,30 +77,38 @@ def choose_format(config: ModelConfig, format: str = "auto") -> str:
     return format
 
 
+def fitting_format(config: ModelConfig, pad_id: int, format: str = "auto") -> str:
+    """`choose_format`, also of the tokenizer: stock classes count positions from the padding's id."""
+    chosen = choose_format(config, format)
+    if pad_id != PAD and chosen != "own":
+        require(format == "auto", f"format {chosen} needs a tokenizer whose padding has id {PAD}: use own")
+        chosen = "own"
+    return chosen
+
+
+def require_new(out: Path) -> None:
+    require(
+        not out.exists() or (out.is_dir() and not any(out.iterdir())),
+        f"{out}: exists already; name another directory, or remove it first",
+    )
+
+
 def export(run: LoadedRun, out: Path, format: str = "auto") -> ExportReport:
     """Writes config.json, model.safetensors, the tokenizer and README.md to `out`, which must be new or empty.
 
     `out` is complete, and its model read back equals ours, or it is not there. Raises UserError if the format cannot
     hold the model, if what was written differs, if transformers is missing, or if `out` cannot be written."""
     transformers = _require_transformers()
-    chosen = choose_format(run.config.model, format)
-    if (
-        special_ids(run.tokenizer)["pad"] != PAD and chosen != "own"
-    ):  # stock classes count positions from the padding id
-        require(format == "auto", f"format {chosen} needs a tokenizer whose padding has id {PAD}: use own")
-        chosen = "own"
+    chosen = fitting_format(run.config.model, special_ids(run.tokenizer)["pad"], format)
     tokens, rows = run.tokenizer.get_vocab_size(), run.config.model.vocab_size
     require(tokens == rows, f"the tokenizer has {tokens} tokens but the model {rows}: it is not this run's tokenizer")
-    require(
-        not out.exists() or (out.is_dir() and not any(out.iterdir())),
-        f"{out}: exists already; name another directory, or remove it first",
-    )
+    require_new(out)
     architecture, differences = "", None
 
     def fill(aside: Path) -> None:
         nonlocal architecture, differences
         architecture = _write_model(transformers, run, aside, chosen)
-        _write_tokenizer(transformers, run, aside)
+        write_tokenizer(transformers, run.tokenizer, run.config.model.max_positions, aside)
         (aside / "README.md").write_text(_card(run, chosen, architecture), encoding="utf-8")
         compare_tokenizer(transformers, run.tokenizer, aside)
         differences = compare_model(transformers, run.model, aside, remote_code=chosen == "own")
@@ -147,10 +156,7 @@ def _write_model(transformers: Any, run: LoadedRun, out: Path, format: str) -> s
         whole = own_holds_all(run.config)
         own_config = MaeLmConfig(**own_fields(run.config.model, special_ids(run.tokenizer), whole))
         model: Any = MaeLmForMaskedLM(own_config) if whole else MaeLmModel(own_config)
-        state = own_state(run.model)
-        if not whole:
-            stack = "encoder."
-            state = {name.removeprefix(stack): tensor for name, tensor in state.items() if name.startswith(stack)}
+        state = own_state(run.model) if whole else own_encoder_state(run.model.encoder, run.config.model.vocab_size)
         shutil.copyfile(CODE, out / CODE.name)
     else:
         with_head = format != "layoutlmv3" and run.config.model.decoder == "none"
@@ -169,11 +175,12 @@ def _write_model(transformers: Any, run: LoadedRun, out: Path, format: str) -> s
     return type(model).__name__
 
 
-def _write_tokenizer(transformers: Any, run: LoadedRun, out: Path) -> None:
-    names = special_names(run.tokenizer)
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=run.tokenizer,
-        model_max_length=run.config.model.max_positions,
+def write_tokenizer(transformers: Any, tokenizer: Tokenizer, longest: int, out: Path) -> None:
+    """The tokenizer's files as AutoTokenizer reads them. longest: tokens of an input."""
+    names = special_names(tokenizer)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=longest,
         model_input_names=["input_ids", "attention_mask"],  # no token types
         bos_token=names["bos"],
         cls_token=names["bos"],
@@ -183,7 +190,7 @@ def _write_tokenizer(transformers: Any, run: LoadedRun, out: Path) -> None:
         unk_token=names["unk"],
         mask_token=names["mask"],
     )
-    tokenizer.save_pretrained(out)
+    theirs.save_pretrained(out)
     file = out / "tokenizer_config.json"  # the name that every version of transformers knows
     fields = json.loads(file.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     write_json(file, fields)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from maelm_fast.config import ModelConfig, RunConfig
-from maelm_fast.export.from_huggingface import FAMILIES, Family
+from maelm_fast.export.from_huggingface import FAMILIES, OWN_NAMES, Family
+from maelm_fast.model.encoder import Encoder
 from maelm_fast.model.maelm import MaeLm
 
 
@@ -72,17 +73,23 @@ def own_fields(config: ModelConfig, special: dict[str, int], whole: bool = True)
 def own_state(model: MaeLm) -> dict[str, Tensor]:
     """For MaeLmForMaskedLM: our parameters, and the bucket tables, which we do not store and it does."""
     vocab = model.config.vocab_size
-    renamed = {"token_table": "token_embedding.weight", "position_table": "position_embedding.weight"}
-    state = {}
+    state = {f"encoder.{name}": tensor for name, tensor in own_encoder_state(model.encoder, vocab).items()}
     for name, tensor in (*model.state_dict().items(), *model.named_buffers()):
         if name.endswith("vocabulary_bias"):
             state["head.projection.bias"] = tensor[:vocab]
-        elif name.endswith("_table"):
-            stack, table = name.split(".")
-            state[f"{stack}.{renamed[table]}"] = tensor[:vocab] if table == "token_table" else tensor
-        else:
+        elif name == "decoder.position_table":
+            state["decoder.position_embedding.weight"] = tensor
+        elif not name.startswith("encoder."):
             state[name] = tensor
     return state | {"head.projection.weight": state["encoder.token_embedding.weight"]}
+
+
+def own_encoder_state(encoder: Encoder, vocab_size: int) -> dict[str, Tensor]:
+    """For MaeLmModel."""
+    return {
+        OWN_NAMES.get(name, name): tensor[:vocab_size] if name == "token_table" else tensor
+        for name, tensor in (*encoder.state_dict().items(), *encoder.named_buffers())
+    }
 
 
 def stock_fields(config: ModelConfig, format: str, special: dict[str, int]) -> dict[str, Any]:
@@ -120,7 +127,25 @@ def _family(format: str) -> Family:
 
 def stock_state(model: MaeLm, format: str, prefix: str) -> dict[str, Tensor]:
     """Our tensors under the names of a stock class. prefix: of the encoder's names if there is a head, else empty."""
-    config, family, encoder = model.config, _family(format), model.encoder
+    config = model.config
+    state = stock_encoder_state(model.encoder, config, format)
+    if not prefix:
+        return state
+    head, names = model.head, _family(format).head
+    vocabulary_bias = head.vocabulary_bias.detach()[: config.vocab_size]
+    return {
+        **{prefix + name: tensor for name, tensor in state.items()},
+        **_parts(names["dense"], head.dense),
+        **_parts(names["norm"], head.norm),
+        names["bias"]: vocabulary_bias,
+        f"{names['decoder']}.bias": vocabulary_bias,
+        f"{names['decoder']}.weight": state["embeddings.word_embeddings.weight"],
+    }
+
+
+def stock_encoder_state(encoder: Encoder, config: ModelConfig, format: str) -> dict[str, Tensor]:
+    """An encoder's tensors under the names of a stock class, without prefix."""
+    family = _family(format)
     positions, table = encoder.position_table.detach(), encoder.token_table.detach()[: config.vocab_size]
     unused = positions.new_zeros(family.first_position, config.hidden_size)
     state = {
@@ -148,18 +173,7 @@ def stock_state(model: MaeLm, format: str, prefix: str) -> dict[str, Tensor]:
         for part in ("weight", "bias"):
             for name, tensor in zip("qkv", getattr(qkv, part).detach().chunk(3), strict=True):
                 state[f"{theirs}{family.layer[name]}.{part}"] = tensor
-    if not prefix:
-        return state
-    head, names = model.head, family.head
-    vocabulary_bias = head.vocabulary_bias.detach()[: config.vocab_size]
-    return {
-        **{prefix + name: tensor for name, tensor in state.items()},
-        **_parts(names["dense"], head.dense),
-        **_parts(names["norm"], head.norm),
-        names["bias"]: vocabulary_bias,
-        f"{names['decoder']}.bias": vocabulary_bias,
-        f"{names['decoder']}.weight": table,
-    }
+    return state
 
 
 def _parts(theirs: str, module: torch.nn.Module) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from maelm_fast.batch import Layout
 from maelm_fast.errors import UserError
 from maelm_fast.ops import dispatch
-from maelm_fast.ops.backends import flash, flex, torch_varlen, xformers
+from maelm_fast.ops.backends import flash, flex, native, torch_varlen, xformers
 from maelm_fast.ops.backends.grouped import Grouping, SpreadLine
 from maelm_fast.ops.backends.grouped import attention as grouped_attention
 from maelm_fast.ops.reference.attention import attention as reference_attention
@@ -119,6 +119,7 @@ def attention(
         "triton": lambda: _triton_reasons(q, k, v),
         "xformers": lambda: xformers.reasons(*call, dropout_p),
         "flex": lambda: flex.reasons(*call, dropout_p),
+        "native": lambda: native.reasons(q, k, v),
         "grouped": dispatch.always,
         "reference": dispatch.always,
     }
@@ -129,6 +130,8 @@ def attention(
         return _ADAPTERS[name](*call, scale)
     if name == "triton":
         return _triton(q, k, v, layout, bias, scale, dropout_p, seed, place)
+    if name == "native":
+        return native.attention(q, k, v, layout, bias, scale, dropout_p, seed, place)
     if name == "grouped":
         biases = bias.spread(layout.grouping) if bias is not None else None
         return grouped_attention(q, k, v, layout.grouping, biases, scale, dropout_p, seed, place)
@@ -286,4 +289,5 @@ register(
     ),
     _setup_context,
     _differentiate,
+    native=False,  # ops/backends/native.py: no tiles, no lookup
 )

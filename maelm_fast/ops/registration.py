@@ -1,7 +1,8 @@
 """Registers an op's torch.library side: schema, fake, backward, for the Triton and the compiled implementation alike.
 
-Both have the same arguments, so one fake, one setup_context and one backward serve both. The compiled ops exist only
-once the extension is loaded, which happens at the first use of any: their fakes and backwards wait here until then.
+Both have the same arguments as a rule, so one fake, one setup_context and one backward serve both. The compiled ops
+exist only once the extension is loaded, which happens at the first use of any: their fakes and backwards wait here
+until then.
 """
 
 from __future__ import annotations
@@ -36,8 +37,11 @@ def register(
     backward: Direction,
     setup_context: Callable[..., None],
     differentiate: Callable[..., Any],
+    *,
+    native: bool = True,
 ) -> None:
-    """Register maelm_fast::{op}_triton_fwd and _bwd now, and the same of {op}_native when the extension is loaded.
+    """Register maelm_fast::{op}_triton_fwd and _bwd now, and the same of {op}_native when the extension is loaded:
+    unless `native` is false, since the compiled op has other arguments and a register() of its own.
 
     setup_context(ctx, inputs, output) and differentiate(backward_op, ctx, *grad_outputs) are those of
     torch.library.register_autograd, the latter with the backward op to call in front."""
@@ -59,7 +63,8 @@ def register(
 
     if forward.triton is not None:
         describe("triton")
-    _waiting[op] = functools.partial(describe, "native")
+    if native:
+        _waiting[op] = functools.partial(describe, "native")
 
 
 def native_reason(op: str, device: str) -> str:

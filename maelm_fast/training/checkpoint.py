@@ -44,7 +44,7 @@ def save(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer, progre
         save_file(
             {name: t.detach().contiguous() for name, t in model.state_dict().items()}, aside / "model.safetensors"
         )
-        save_file(_optimizer_tensors(model, optimizer), aside / "optimizer.safetensors")
+        save_file(optimizer_tensors(model, optimizer), aside / "optimizer.safetensors")
         write_json(aside / "state.json", asdict(progress))
 
     write_directory(path, fill)
@@ -56,7 +56,21 @@ def save(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer, progre
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
     """Read a checkpoint that `RunDir.last_whole_checkpoint` found whole into model and optimiser."""
     model.load_state_dict(load_file(path / "model.safetensors"))
-    tensors = load_file(path / "optimizer.safetensors")
+    load_optimizer(load_file(path / "optimizer.safetensors"), model, optimizer)
+    return Progress(**json.loads((path / "state.json").read_text(encoding="utf-8")))
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """AdamW's state by the parameters' names, to be saved."""
+    return {
+        f"{key}.{name}": value.detach().contiguous()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The inverse of optimizer_tensors."""
     for name, parameter in model.named_parameters():
         state = {
             key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in tensors
@@ -66,12 +80,3 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Prog
                 key: value if key == "step" and parameter.device.type == "cpu" else value.to(parameter.device)
                 for key, value in state.items()
             }
-    return Progress(**json.loads((path / "state.json").read_text(encoding="utf-8")))
-
-
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {
-        f"{key}.{name}": value.detach().contiguous()
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }

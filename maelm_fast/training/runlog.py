@@ -76,10 +76,14 @@ class Display:
         )
         if row.get("mfu") is not None:
             text += f"  MFU {row['mfu']:.1%}"
-        text += f"  ETA {self._eta(row['step'])}"
+        self.show(row["step"], text)
+
+    def show(self, step: int, text: str) -> None:
+        """A line of progress after `step` updates, with the time that is left added."""
+        text += f"  ETA {self._eta(step)}"
         if self._progress is not None:
-            self._progress.update(self._task, completed=row["step"], text=text)
-        elif time.monotonic() - self._last_plain >= _PLAIN_SECONDS or row["step"] == self.max_steps:
+            self._progress.update(self._task, completed=step, text=text)
+        elif time.monotonic() - self._last_plain >= _PLAIN_SECONDS or step == self.max_steps:
             self._last_plain = time.monotonic()
             print(text, flush=True)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from maelm_fast.training.prefetch import on_device
 from maelm_fast.training.rundir import RunDir
 from maelm_fast.training.runlog import Display, Metrics
 from maelm_fast.training.step import GraphedStep, Numbers, Readback, TrainStep, check_recordable
+from maelm_fast.training.stop import StopSignals
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,6 @@ class Trainer:
         if live_metric is not None and config.metrics.rank_every:
             self.live = live_metric(config, self.model, validation, vocabulary, device, self.autocast)
         self.progress = Progress()
-        self._stop_signal: signal.Signals | None = None
 
     def resume(self) -> bool:
         """Goes on from the newest whole checkpoint; False if there is none."""
@@ -107,13 +106,13 @@ class Trainer:
         with (
             contextlib.closing(metrics),
             Display(progress.step, self.config.optim.max_steps) as display,
-            self._signals(),
+            StopSignals() as stop,
             ops.backends(runtime.backend),
         ):
             for micro_batches in on_device(updates, self._masked, self.device):
                 under_way.put(*self._update(micro_batches))
                 step, last = progress.step, progress.step == self.config.optim.max_steps
-                stopping = self._stop_signal is not None
+                stopping = stop.received is not None
                 evaluates = step % runtime.eval_every == 0 or last
                 saves = step % runtime.save_every == 0 or last or stopping
                 measures = self.live is not None and (step % self.config.metrics.rank_every == 0 or last)
@@ -133,9 +132,9 @@ class Trainer:
                     meter.restart()
                 if progress.finished or stopping:
                     break
-            if self._stop_signal:
+            if stop.received:
                 display.say(
-                    f"{self._stop_signal.name}: saved at step {progress.step:,}; the same command goes on from there"
+                    f"{stop.received.name}: saved at step {progress.step:,}; the same command goes on from there"
                 )
         return progress
 
@@ -242,26 +241,6 @@ class Trainer:
             if must:
                 raise UserError(f"{message}; earlier ones are whole; free some space and run again") from None
             log.error("%s; training goes on, the next save tries again", message)
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT ask for a stop after the update in hand; a second SIGINT interrupts at once."""
-
-        def ask(number: int, _: object) -> None:
-            if self._stop_signal == signal.SIGINT == number:
-                raise KeyboardInterrupt
-            self._stop_signal = signal.Signals(number)
-
-        try:
-            previous = {s: signal.signal(s, ask) for s in (signal.SIGTERM, signal.SIGINT)}
-        except ValueError:  # not the main thread: signals stay the host program's business
-            yield
-            return
-        try:
-            yield
-        finally:
-            for s, handler in previous.items():
-                signal.signal(s, handler)
 
 
 @torch.no_grad()

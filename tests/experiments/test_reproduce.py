@@ -19,10 +19,11 @@ from maelm_fast.data.token_store import Manifest
 from maelm_fast.errors import UserError
 from maelm_fast.experiments import catalogue, run, scales
 from maelm_fast.experiments.figures import draw
-from maelm_fast.experiments.ledger import Ledger
+from maelm_fast.experiments.markdown import over_draws, over_seeds
 from maelm_fast.experiments.plan import PRETRAINING, Plan, make_plan
-from maelm_fast.experiments.report import over_seeds, report
+from maelm_fast.experiments.report import report
 from maelm_fast.experiments.results import Results
+from maelm_fast.training.ledger import Ledger
 from maelm_fast.training.trainer import Trainer
 
 pytest.importorskip("matplotlib")
@@ -38,14 +39,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     def narrow() -> scales.Scale:
         settings = {
             name: scales.Setting(
-                s.preset, presets.change(s.config, model={"hidden_size": 48, "ffn_size": 48}), s.corpus
+                s.preset, presets.change(s.config, model={"hidden_size": 48, "ffn_size": 48}), s.corpus, s.grid
             )
             for name, s in smoke.settings.items()
         }
         return scales.Scale(**{**vars(smoke), "settings": settings, "rank_samples": 16})
 
     monkeypatch.setitem(scales.SCALES, "smoke", narrow)
-    monkeypatch.setattr("maelm_fast.experiments.cost._SECONDS", 0.0)
+    monkeypatch.setattr("maelm_fast.experiments.cost.measured_rate", lambda config: 1e9)
 
 
 def command(experiment: str, store: Path, out: Path, *options: str) -> list[str]:
@@ -148,7 +149,7 @@ def test_a_run_that_fails_is_recorded_and_costs_only_itself(
 OTHER_PROCESS = """
 import sys, time
 from pathlib import Path
-from maelm_fast.experiments.ledger import Ledger, lock
+from maelm_fast.training.ledger import Ledger, lock
 out, mine, config, others = Path(sys.argv[1]), *sys.argv[2:]
 with lock(out / "locks" / f"{mine}.lock") as held:
     print("held" if held else "not held", flush=True)
@@ -288,6 +289,7 @@ def test_numbers_over_seeds() -> None:
     assert over_seeds([], 2) == "-"
     assert over_seeds([2.5], 2) == "2.50"
     assert over_seeds([1.0, 4.0, 2.0], 1) == "2.0 [1.0, 4.0]"
+    assert (over_draws([], 1), over_draws([2.5], 1), over_draws([1.0, 3.0], 1)) == ("-", "2.5", "2.0 (1.0)")
 
 
 def test_durations() -> None:

@@ -175,14 +175,14 @@ def test_a_wrong_epsilon_is_noticed(make_run: MakeRun, tmp_path: Path, monkeypat
 
 
 def test_a_wrong_tokenizer_is_noticed(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = huggingface._write_tokenizer
+    right = huggingface.write_tokenizer
 
-    def wrong(library: Any, run: LoadedRun, out: Path) -> None:
-        right(library, run, out)
+    def wrong(library: Any, tokenizer: Any, longest: int, out: Path) -> None:
+        right(library, tokenizer, longest, out)
         file = out / "tokenizer.json"
         file.write_text(file.read_text().replace('"Lowercase"', '"NFC"'))
 
-    monkeypatch.setattr(huggingface, "_write_tokenizer", wrong)
+    monkeypatch.setattr(huggingface, "write_tokenizer", wrong)
     with pytest.raises(UserError, match="tokenizer, read back, encodes"):
         export(make_run(), tmp_path / "out")
     assert not list(tmp_path.iterdir())

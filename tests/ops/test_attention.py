@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from maelm_fast import native
 from maelm_fast.batch import Layout, layout_of
 from maelm_fast.errors import UserError
 from maelm_fast.ops import AttentionLayout, PositionBias, attention
@@ -22,6 +23,7 @@ from tests.ops.checks import (
     DEVICE,
     DTYPES,
     assert_as_good_as_pytorch,
+    deterministic,
     opcheck,
     outputs_and_gradients,
     poisoned_memory,
@@ -215,6 +217,7 @@ def test_layouts_must_match() -> None:
 
 
 kernel = pytest.mark.skipif(not triton_installed(), reason="triton is not installed")
+compiled = pytest.mark.skipif(not native.has("attention", "cpu"), reason=native.why_not("cpu"))
 GPU_DTYPES = DTYPES if DEVICE == "cpu" else DTYPES[1:]  # on a GPU the kernel takes bf16 and fp16
 NAMES = ("out", "grad_q", "grad_k", "grad_v", "grad_line")
 
@@ -263,8 +266,9 @@ def flash(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, bias: Positi
 
 
 def check_kernel(
-    queries: Layout, keys: Layout | None, reach: int, dtype: torch.dtype, p: float = 0.0, dim: int = 16, step: int = 0
-) -> None:
+    queries: Layout, keys: Layout | None, reach: int, dtype: torch.dtype, p: float = 0.0, dim: int = 16, step: int = 0,
+    backend: str = "triton",
+) -> None:  # fmt: skip
     """Outputs and every gradient in memory full of NaN, against float64, within twice the error of flash attention
     written in PyTorch at that dtype.
 
@@ -286,7 +290,7 @@ def check_kernel(
         return attention(q, k, v, layout, bias, dropout_p=p, seed=seed, place=7, backend=backend)
 
     with poisoned_memory():
-        actual = outputs_and_gradients(lambda *t: call("triton", *t), tensors)
+        actual = outputs_and_gradients(lambda *t: call(backend, *t), tensors)
     at_dtype = outputs_and_gradients(lambda *t: call("flash", *t), tensors)
     exact = outputs_and_gradients(lambda *t: call("reference", *t), [t.double() for t in tensors])
     for name, *triple in zip(NAMES, actual, at_dtype, exact, strict=False):
@@ -410,7 +414,9 @@ def test_kernel_permuting_the_sequences_permutes_the_outputs() -> None:
     assert torch.equal(attention(q[rows], k[rows], v[rows], moved, bias, backend="triton"), out[rows])
 
 
-@pytest.mark.parametrize("backend", ["grouped", "reference", pytest.param("triton", marks=kernel)])
+@pytest.mark.parametrize(
+    "backend", ["grouped", "reference", pytest.param("native", marks=compiled), pytest.param("triton", marks=kernel)]
+)
 def test_every_backend_drops_the_same_weights(backend: str) -> None:
     """With values that are the unit vectors of the keys, an output is a row of weights."""
     lengths, keys, p = [5, 0, 40], [30, 4, 64], 0.37
@@ -485,3 +491,158 @@ def test_lists_of_tiles_start_with_the_longest() -> None:
 
     listed = tile_list((70, 3, 0, 40), (10, 90, 9, 50), 32, torch.device("cpu"))
     assert listed.tolist() == [[1, 0], [3, 0], [3, 32], [0, 0], [0, 32], [0, 64]]
+
+
+def check_native(queries: Layout, keys: Layout | None = None, reach: int = 11, **arguments: Any) -> None:
+    """As check_kernel; the compiled code's own memory is full of NaN too."""
+    with deterministic():
+        check_kernel(queries, keys, reach, torch.float32, backend="native", **arguments)
+
+
+@compiled
+@pytest.mark.parametrize("p", [0.0, 0.2])
+@pytest.mark.parametrize("reach", [0, 11, 127])
+def test_native(reach: int, p: float) -> None:
+    """Lengths of one token, around a tile and a panel, over several blocks; gaps of all sizes."""
+    check_native(gapped([1, 33, 90, 2, 16, 6, 0, 128]), reach=reach, p=p)
+    check_native(gapped([3, 40, 0, 17, 4]), gapped([70, 0, 7, 90, 1], seed=1), reach, p=p)
+
+
+@compiled
+@pytest.mark.parametrize("dim", [16, 32, 64, 128])
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_native_head_dims_and_strides(dim: int, step: int) -> None:
+    check_native(gapped([5, 35]), p=0.1, dim=dim, step=step)
+
+
+@compiled
+def test_native_over_several_blocks_of_queries() -> None:
+    """Positions without gaps, and with gaps too wide for one lookup."""
+    draw = random.Random(0)
+    wide = layout_of([300], torch.tensor(sorted(draw.sample(range(9000), 300)), dtype=torch.int32))
+    for layout in (layout_of([700]), wide):
+        q, k, v = torch.randn(layout.num_tokens, 3, 2, 16).unbind(1)
+        tensors = [q, k, v, torch.randn(2, 101)]
+
+        def call(backend: str, q: Tensor, k: Tensor, v: Tensor, line: Tensor, layout: Layout = layout) -> Tensor:
+            return attention(q, k, v, AttentionLayout(layout), PositionBias(line, 9000), backend=backend)
+
+        actual = outputs_and_gradients(lambda *t: call("native", *t), tensors)
+        at_dtype = outputs_and_gradients(lambda *t: call("reference", *t), tensors)
+        exact = outputs_and_gradients(lambda *t: call("reference", *t), [t.double() for t in tensors])
+        for triple in zip(actual, at_dtype, exact, strict=True):
+            assert_as_good_as_pytorch(*triple)
+
+
+@compiled
+def test_native_with_nothing_to_do() -> None:
+    check_native(gapped([0, 0]))
+    check_native(gapped([0, 3]), gapped([0, 0]))
+    check_native(gapped([0, 0]), gapped([5, 0]))
+
+
+@compiled
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=3), reach=st.integers(0, 127),
+    p=st.sampled_from([0.0, 0.4]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_native_on_random_layouts(lengths: list[int], reach: int, p: float, seed: int) -> None:
+    check_native(gapped(lengths, seed), reach=reach, p=p)
+
+
+@compiled
+def test_native_exponential_is_within_two_units_in_the_last_place() -> None:
+    """Each query has two keys with logits 0 and x: their weights are 1 and exp(x) over the sum."""
+    x = -torch.rand(20_000) * 87
+    queries, keys = layout_of([1] * len(x)), layout_of([2] * len(x))
+    q, k, v = torch.zeros(len(x), 1, 16), torch.zeros(2 * len(x), 1, 16), torch.zeros(2 * len(x), 1, 16)
+    q[:, 0, 0], k[1::2, 0, 0], v[1::2, 0, 0] = x, 1.0, 1.0
+    out = attention(q, k, v, AttentionLayout(queries, keys), scale=1.0, backend="native")[:, 0, 0].double()
+    exact = x.double().exp() / (1 + x.double().exp())
+    # the exponential's 2 units of 2**-23 at most, and half a unit each for the sum, the division and the product
+    assert ((out - exact).abs() / exact).max() < 3.5 * 2**-23
+    beyond = attention(q * 3, k, v, AttentionLayout(queries, keys), scale=1.0, backend="native")
+    assert not beyond[x < -30].any()
+
+
+@compiled
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e4])
+def test_native_keeps_what_is_not_finite(value: float) -> None:
+    """A NaN is not lost in the exponential; logits far from zero are no danger, nor absent keys of a panel."""
+    layout = AttentionLayout(layout_of([5, 19]))
+    tensors = list(torch.randn(24, 3, 2, 16).unbind(1))
+    tensors[0][7, 1, 3] = value
+
+    def call(backend: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, layout, backend=backend)
+
+    ours, theirs = (outputs_and_gradients(lambda *t: call(b, *t), tensors) for b in ("native", "reference"))  # noqa: B023
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a.isfinite(), b.isfinite())
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+@compiled
+def test_native_gives_the_same_bits_for_every_number_of_threads() -> None:
+    layout = AttentionLayout(gapped([40, 7, 90, 1, 30] * 8))
+    q, k, v = torch.randn(layout.queries.num_tokens, 3, HEADS, 16).unbind(1)
+    tensors = [q, k, v, torch.randn(HEADS, 41)]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, line: Tensor) -> Tensor:
+        bias = PositionBias(line, POSITIONS)
+        return attention(q, k, v, layout, bias, dropout_p=0.1, seed=seed_tensor(), backend="native")
+
+    before, runs = torch.get_num_threads(), []
+    try:
+        for threads in (1, 1, 2, 3):
+            torch.set_num_threads(threads)
+            runs.append(outputs_and_gradients(call, tensors))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for run in runs for a, b in zip(runs[0], run, strict=True))
+    gradient = runs[0][-1].double()  # sums to zero over all distances
+    assert (gradient.sum(1).abs() < 1e-5 * gradient.abs().sum(1)).all()
+
+
+@compiled
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_native_opcheck(p: float) -> None:
+    layout = gapped([3, 5])
+    q, k, v = torch.randn(8, 3, HEADS, 16).unbind(1)
+    line, seed = torch.randn(HEADS, 2 * POSITIONS - 1), seed_tensor() if p else None
+    rest = (*(layout.cu_seqlens,) * 2, *(layout.positions,) * 2)
+    ops = torch.ops.maelm_fast
+    assert attention(q, k, v, AttentionLayout(layout), backend="native").shape == q.shape  # loads the extension
+    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v, line)]
+    opcheck(ops.attention_native_fwd, *leaves, *rest, 0.25, p, seed, 7)
+    out, lse = ops.attention_native_fwd(q, k, v, line, *rest, 0.25, p, seed, 7)
+    opcheck(ops.attention_native_bwd, out, q, k, v, lse, line, *rest, True, 0.25, p, seed, 7)
+
+
+@compiled
+def test_native_compiles_without_a_break() -> None:
+    layout = AttentionLayout(gapped([3, 5]))
+    tensors = [*torch.randn(8, 3, HEADS, 16).unbind(1), torch.randn(HEADS, 2 * POSITIONS - 1)]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, line: Tensor) -> Tensor:
+        return attention(q, k, v, layout, PositionBias(line), dropout_p=0.2, seed=seed_tensor(), backend="native")
+
+    compiled_call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    pairs = zip(outputs_and_gradients(call, tensors), outputs_and_gradients(compiled_call, tensors), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@compiled
+def test_native_says_what_it_cannot_take() -> None:
+    layout, q = AttentionLayout(layout_of([4])), torch.randn(4, 2, 24)
+    with pytest.raises(UserError, match="head_dim 24"):
+        attention(q, q, q, layout, backend="native")
+    assert attention(q, q, q, layout).shape == q.shape  # auto takes another
+    q = torch.randn(4, 2, 32)
+    for dtype in (torch.bfloat16, torch.float64):
+        with pytest.raises(UserError, match=r"it takes fp32"):
+            attention(*(q.to(dtype),) * 3, layout, backend="native")
+    with pytest.raises(RuntimeError, match="positions must lie in"):
+        attention(q, q, q, AttentionLayout(layout_of([4], torch.tensor([-1, 0, 1, 2], dtype=torch.int32))),
+                  PositionBias(torch.zeros(2, 3)), backend="native")  # fmt: skip

@@ -364,7 +364,8 @@ def test_torch_is_asked_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"dtype": torch.float32, "bias": True}, "flex"),
         ({"dtype": torch.float32, "dropout_p": 0.1}, "grouped"),
         ({"device": "cpu"}, "grouped"),
-        ({"device": "cpu", "dtype": torch.float32, "bias": True}, "grouped"),
+        ({"device": "cpu", "dtype": torch.float32, "bias": True}, "native"),
+        ({"device": "cpu", "dtype": torch.float64}, "grouped"),
     ],
 )
 def test_the_order_of_preference(arguments: dict[str, Any], choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,7 +388,7 @@ def test_the_order_of_preference(arguments: dict[str, Any], choice: str, monkeyp
         seed = torch.empty((), dtype=torch.int64)
         with pytest.raises(Picked):
             attention(q, q, q, plan, bias, dropout_p=given["dropout_p"], seed=seed)
-    assert seen["able"] == ["flash", "torch", "triton", "xformers", "flex", "grouped", "reference"]
+    assert seen["able"] == ["flash", "torch", "triton", "xformers", "flex", "native", "grouped", "reference"]
     assert seen["name"] == choice
 
 

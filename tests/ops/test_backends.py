@@ -24,7 +24,7 @@ from tests.ops import test_attention_backends
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALTERNATIVES = {
     "embed_packed": ("triton", "native"),
-    "attention": ("triton", "grouped"),
+    "attention": ("triton", "native", "grouped"),
     "add_norm": ("triton", "native"),
     "feed_forward": ("triton",),
     "scatter_to_decoder": ("native",),

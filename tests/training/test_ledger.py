@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from maelm_fast.errors import UserError
-from maelm_fast.experiments.ledger import LEDGER_FILE, Ledger, lock
+from maelm_fast.training.ledger import LEDGER_FILE, Ledger, lock
 
 ROOT = Path(__file__).resolve().parents[2]
 APPEND = """
 import sys
 from pathlib import Path
-from maelm_fast.experiments.ledger import Ledger
+from maelm_fast.training.ledger import Ledger
 for i in range(200):
     Ledger(Path(sys.argv[1])).append({"key": sys.argv[2], "stage": str(i), "config": "c", "result": {"i": i}})
 """

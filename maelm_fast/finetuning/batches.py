@@ -1,0 +1,75 @@
+"""Examples, one after another in a packed row, and which of them go together.
+
+Which examples make an update depends on the number of examples, the seed and the epoch, on nothing else: two encoders
+that are compared learn from the same examples in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from maelm_fast.batch import Layout, layout_of
+from maelm_fast.data.order import permutation
+from maelm_fast.finetuning.text import Inputs
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """S inputs in a row of T tokens. ids: (T,) int32. token_types: (T,) int32, None if all are 0."""
+
+    ids: Tensor
+    layout: Layout
+    token_types: Tensor | None = None
+
+    def to(self, device: torch.device | str) -> TokenBatch:
+        """To a GPU from pinned memory, so that nothing waits."""
+        types, layout = self.token_types, self.layout
+        return replace(
+            self,
+            ids=_to(self.ids, device),
+            layout=replace(layout, cu_seqlens=_to(layout.cu_seqlens, device), positions=_to(layout.positions, device)),
+            token_types=None if types is None else _to(types, device),
+        )
+
+
+def _to(tensor: Tensor, device: torch.device | str) -> Tensor:
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def token_batch(inputs: Inputs, indices: Sequence[int] | NDArray[Any]) -> TokenBatch:
+    """The inputs at `indices`, in that order, on the CPU."""
+    chosen = [inputs.ids[i] for i in indices]
+    ids = np.concatenate(chosen) if chosen else np.empty(0, dtype=np.int32)
+    types = None
+    if inputs.token_types is not None:
+        types = torch.from_numpy(np.concatenate([inputs.token_types[i] for i in indices]))
+    return TokenBatch(torch.from_numpy(ids), layout_of([len(part) for part in chosen]), types)
+
+
+def update_order(n: int, batch_size: int, seed: int, epoch: int) -> Iterator[NDArray[np.int64]]:
+    """Indices of the examples of each update of an epoch: every example once, the last update possibly a smaller one
+    (released code)."""
+    for start in range(0, n, batch_size):
+        yield permutation(np.arange(start, min(start + batch_size, n)), n, seed, epoch)
+
+
+def evaluation_batches(lengths: Sequence[int], tokens: int) -> list[NDArray[np.int64]]:
+    """Indices of inputs that are evaluated together, int64: of like length, longest first, so that a batch that is too
+    large for the memory is the first. Padded to their longest they have at most `tokens` tokens, and no fewer than one
+    input."""
+    order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable")
+    batches, start = [], 0
+    while start < len(order):
+        count = max(1, tokens // max(1, lengths[order[start]]))
+        batches.append(order[start : start + count])
+        start += count
+    return batches

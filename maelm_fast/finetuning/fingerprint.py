@@ -1,0 +1,98 @@
+"""What decides a fine-tuning result, as short hashes: of a model's weights and tokenizer, of a task's examples."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from maelm_fast.config import to_dict
+from maelm_fast.errors import UserError
+from maelm_fast.finetuning.examples import Examples, SpanExamples, TaskData
+from maelm_fast.training.files import checksum
+from maelm_fast.training.rundir import RunDir
+
+_WEIGHTS = (".safetensors", ".bin")
+_DESCRIPTIONS = (".json", ".txt", ".model", ".py")
+_ABOUT_WEIGHTS = ("checksums.json", ".index.json")
+
+
+def digest(*values: Any) -> str:
+    """12 hexadecimal digits of plain data."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def resolve_step(path: str | Path, step: int | None) -> int | None:
+    """The checkpoint that would be loaded: of a run directory the newest whole one if none is named. None for a Hugging
+    Face directory. Raises UserError if there is no such checkpoint."""
+    run = RunDir(path)
+    if not run.exists:
+        if not Path(path).is_dir():
+            raise UserError(f"{path}: no such directory")
+        if step is not None:
+            raise UserError(f"{path}: a step was named, but this is no run directory of ours: leave it out")
+        return None
+    if step is not None and step not in run.steps():
+        have = ", ".join(map(str, run.steps())) or "none"
+        raise UserError(f"{run.path}: no checkpoint at step {step}; there are: {have}")
+    if step is None:
+        checkpoint = run.last_whole_checkpoint()
+        if checkpoint is None:
+            raise UserError(f"{run.path}: the run has no checkpoint yet")
+        step = int(checkpoint.name.removeprefix("step_"))
+    return step
+
+
+def model_fingerprint(path: str | Path, step: int | None = None, random_init: bool = False) -> str:
+    """Of the encoder's architecture, tokenizer and weights; with random_init without the weights.
+
+    Raises UserError if `path` is neither a run directory with that checkpoint nor a Hugging Face directory."""
+    run = RunDir(path)
+    if not random_init:
+        step = resolve_step(path, step)
+    if run.exists:
+        _, config = run.read_config()
+        weights = None if step is None else _model_checksum(run.checkpoint(step))
+        return digest("run", to_dict(config.model), _checksum(run.tokenizer_file), weights)
+    if not Path(path).is_dir():
+        raise UserError(f"{path}: no such directory")
+    files = sorted(file for file in Path(path).iterdir() if file.is_file())
+    if not any(file.name == "config.json" for file in files):
+        raise UserError(f"{path} is neither a run directory (config.yaml) nor a Hugging Face one (config.json)")
+    if random_init:
+        files = [f for f in files if f.suffix in _DESCRIPTIONS and not f.name.endswith(_ABOUT_WEIGHTS)]
+    else:
+        files = [f for f in files if f.suffix in (*_DESCRIPTIONS, *_WEIGHTS)]
+    return digest("huggingface", random_init, {file.name: _checksum(file) for file in files})
+
+
+def data_fingerprint(data: TaskData) -> str:
+    """Of the texts and labels of all splits, in order, and of how they are scored; not of where they were read from."""
+    task = data.task
+    scored = [task.kind, task.labels, task.metric, task.label_range]
+    whole = hashlib.sha256(json.dumps(scored).encode())
+    for name, split in {"train": data.train, **data.validation}.items():
+        content: list[Any] = [name]
+        if isinstance(split, Examples):
+            content += [*split.texts, split.labels.tolist()]
+        elif isinstance(split, SpanExamples):
+            answers = [[(answer.text, answer.start) for answer in several] for several in split.answers]
+            content += [split.questions, split.contexts, answers]
+        whole.update(json.dumps(content).encode())
+    return whole.hexdigest()[:12]
+
+
+def _model_checksum(checkpoint: Path) -> str:
+    """As written down when the checkpoint was; whoever loads it compares."""
+    try:
+        return str(json.loads((checkpoint / "checksums.json").read_text(encoding="utf-8"))["model.safetensors"])
+    except (OSError, ValueError, KeyError):
+        raise UserError(f"{checkpoint}: damaged: checksums.json cannot be read; choose another step") from None
+
+
+def _checksum(file: Path) -> str:
+    try:
+        return checksum(file)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from None

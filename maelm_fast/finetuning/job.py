@@ -1,0 +1,278 @@
+"""The job behind `maelm-fast finetune`: seeds, files, going on after a kill, report. Nothing is written before what can
+be checked has been.
+
+What lies in its directory:
+
+config.yaml        task, model, data, seeds and the full configuration
+env.json           versions, hardware, commit of each start
+ledger.jsonl       a row per finished seed
+state/, seeds/     of the seed in hand, to go on from; weights of finished ones. Both are removed at the end
+report.json, REPORT.md, curves.png, confusion.png, predictions.jsonl, model/     see report.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from maelm_fast.config import require
+from maelm_fast.errors import UserError
+from maelm_fast.finetuning.config import FinetuneConfig
+from maelm_fast.finetuning.encoders import Engine, TextEncoder, load_encoder, require_transformers
+from maelm_fast.finetuning.examples import TaskData
+from maelm_fast.finetuning.fingerprint import data_fingerprint, digest, model_fingerprint, resolve_step
+from maelm_fast.finetuning.metrics import baselines
+from maelm_fast.finetuning.problem import Evaluation, Problem, make_problem
+from maelm_fast.finetuning.report import REPORT_FILE, effective_ranks, median_of, table, write_report
+from maelm_fast.finetuning.run import Result, Stopped, deciding, device_of, on_host, saved_step, total_updates, train
+from maelm_fast.finetuning.saving import save
+from maelm_fast.training.files import damage, write_directory, write_json, write_text
+from maelm_fast.training.hardware import device_name, environment
+from maelm_fast.training.ledger import Ledger, lock
+from maelm_fast.training.runlog import Display
+from maelm_fast.training.stop import StopSignals
+
+CONFIG_FILE = "config.yaml"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What is fine-tuned, as finetune's caller named it."""
+
+    path: str
+    step: int | None = None
+    engine: Engine = "auto"
+    random_init: bool = False
+
+    def load(self, config: FinetuneConfig, seed: int) -> TextEncoder:
+        return load_encoder(
+            self.path, step=self.step, engine=self.engine, dropout=config.dropout, random_init=self.random_init,
+            seed=seed,
+        )  # fmt: skip
+
+
+def finetune(
+    model: str | Path,
+    data: TaskData,
+    config: FinetuneConfig,
+    out: str | Path,
+    seeds: Sequence[int],
+    *,
+    engine: Engine = "auto",
+    step: int | None = None,
+    random_init: bool = False,
+    say: Callable[[str], None] = print,
+) -> list[Result]:
+    """Fine-tune `model` on a task once per seed (config.seed is not used) and report in `out`; goes on with what an
+    earlier call with the same arguments left there.
+
+    model, engine, step, random_init: as encoders.load_encoder. Each seed has a head, an order and dropout of its own,
+    with random_init an encoder too. After SIGTERM or SIGINT the state is saved and the results so far are returned.
+    Raises UserError, before anything is written, for what does not fit together."""
+    require(bool(seeds) and len(set(seeds)) == len(seeds), "the seeds must be one or more, no two the same")
+    out = Path(out)
+    origin = Origin(str(model), None if random_init else resolve_step(model, step), engine, random_init)
+    require(not (random_init and step is not None), "--random-init has no checkpoint: leave out --step")
+    device, precision = device_of(config)
+    require_transformers()  # to save the model with, in the end
+    floor = baselines(data)
+    record = _record(origin, data, config, seeds)
+    _check_out(out, record)
+    encoder = origin.load(config, seeds[0])
+    problem = make_problem(data, encoder, config)
+    with lock(out / ".lock") as ours:
+        require(ours, f"{out} is in use by another process")
+        _start_files(out, record, environment(device, precision))
+        say(_banner(encoder, problem, config, seeds, device, precision))
+        for note in data.notes:
+            say(f"note: {note}")
+        results: list[Result] = []
+        ledger, digest_ = Ledger(out), digest(record)
+        with StopSignals() as stop:
+            for number, seed in enumerate(seeds, start=1):
+                row = ledger.result(f"seed {seed}", "finetune", digest_)
+                if row is None:
+                    title = f"seed {seed} ({number} of {len(seeds)})"
+                    own = origin.load(config, seed) if random_init else encoder
+                    try:
+                        row = _one_seed(problem, own, replace(config, seed=seed), out, title, stop, say)
+                    except Stopped as stopped:
+                        name = stop.received.name if stop.received else "stop"
+                        say(f"{name}: saved at step {stopped.step:,} of {title}; the same command goes on from there")
+                        return results
+                    ledger.append({"key": f"seed {seed}", "stage": "finetune", "config": digest_, "result": row})
+                shutil.rmtree(out / "state" / f"seed_{seed}", ignore_errors=True)
+                results.append(Result(**row))
+        if (out / REPORT_FILE).exists():
+            say(f"{out}: already finished")
+        else:
+            _finish(origin, problem, config, out, results, floor, say)
+    say(table(data, results, floor))
+    say(f"written: {out}")
+    return results
+
+
+def _one_seed(
+    problem: Problem,
+    encoder: TextEncoder,
+    config: FinetuneConfig,
+    out: Path,
+    title: str,
+    stop: StopSignals,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Trains, and leaves weights and evaluation in seeds/. Returns Result.to_dict()."""
+    steps, task = total_updates(problem.train_size, config), problem.data.task
+    items = "windows" if task.kind == "spans" else "examples"
+    state = out / "state" / f"seed_{config.seed}"
+    done = saved_step(state)
+    say(title + (f", going on from step {done:,}" if done else ""))
+    with Display(done, steps) as display:
+
+        def watch(row: dict[str, Any]) -> None:
+            loss = "-" if row["loss"] is None else f"{row['loss']:.3f}"
+            place = f"step {row['step']:,}"
+            if row["kind"] == "train":
+                speed = f"{row['examples_per_s']:,.1f} {items}/s"
+                display.show(row["step"], f"{place}/{steps:,}  loss {loss}  {speed}")
+                return
+            values = [
+                f"{split + ' ' if len(row['metrics']) > 1 else ''}{name} {value:.2f}"
+                for split, found in row["metrics"].items()
+                for name, value in found.items()
+                if name == task.metric or (len(row["metrics"]) == 1 and name in task.metrics)
+            ]
+            display.say(f"{place} (epoch {row['epoch']:.2f}): loss {loss}; dev {', '.join(values)}")
+
+        result, model, evaluation = train(
+            problem, encoder, config, watch=watch, resume=state,
+            stop=lambda: stop.received is not None,
+        )  # fmt: skip
+
+    def fill(aside: Path) -> None:
+        save_file(on_host(model), aside / "model.safetensors")
+        write_json(aside / "evaluation.json", dataclasses.asdict(evaluation))
+
+    kept = out / "seeds" / f"seed_{config.seed}"
+    shutil.rmtree(kept, ignore_errors=True)
+    try:
+        write_directory(kept, fill)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {kept}: {error.strerror or error}; free some space, and the same command goes on"
+        ) from None
+    return result.to_dict()
+
+
+def _finish(
+    origin: Origin,
+    problem: Problem,
+    config: FinetuneConfig,
+    out: Path,
+    results: list[Result],
+    floor: dict[str, dict[str, float]],
+    say: Callable[[str], None],
+) -> None:
+    """The report and the model of the median seed. What is in the way of them, weights of all seeds, goes last."""
+    chosen = median_of(results)
+    kept = out / "seeds" / f"seed_{chosen.seed}"
+    if fault := damage(kept):
+        raise UserError(f"{kept} is damaged: {fault}; remove {out} and run again")
+    say(f"report and model of seed {chosen.seed}, the median")
+    device, precision = device_of(config)
+    encoder = origin.load(config, chosen.seed).to(device)
+    before = effective_ranks(encoder, problem.validation_inputs, device, precision)
+    model: Any = problem.model(encoder, replace(config, seed=chosen.seed)).to(device)
+    model.load_state_dict(load_file(kept / "model.safetensors"))
+    after = effective_ranks(encoder, problem.validation_inputs, device, precision)
+    shutil.rmtree(out / "model", ignore_errors=True)
+    saved = save(model.cpu().eval(), problem.data.task, out / "model")
+    say(f"model: {saved.note}")
+    evaluation = Evaluation(**json.loads((kept / "evaluation.json").read_text(encoding="utf-8")))
+    about = {**dataclasses.asdict(origin), "saved": saved.note}
+    write_report(out, about, problem.data, results, evaluation, floor, before, after, say)
+    shutil.rmtree(out / "seeds")
+    shutil.rmtree(out / "state", ignore_errors=True)
+
+
+def _record(origin: Origin, data: TaskData, config: FinetuneConfig, seeds: Sequence[int]) -> dict[str, Any]:
+    """config.yaml: everything that decides the results."""
+    fields = deciding(config)
+    del fields["seed"]
+    return {
+        "task": data.task.name,
+        "model": origin.path,
+        "step": origin.step,
+        "engine": origin.engine,
+        "random_init": origin.random_init,
+        "model_fingerprint": model_fingerprint(origin.path, origin.step, origin.random_init),
+        "data": {name: split.source for name, split in {"train": data.train, **data.validation}.items()},
+        "data_fingerprint": data_fingerprint(data),
+        "seeds": list(seeds),
+        "config": fields,
+    }
+
+
+def _check_out(out: Path, record: dict[str, Any]) -> None:
+    """A job may only be gone on with as it was started."""
+    file = out / CONFIG_FILE
+    if not file.exists():
+        empty = not out.exists() or not any(path.name != ".lock" for path in out.iterdir())
+        require(empty, f"{out} exists, is not empty and is not a fine-tuning job; choose another --out")
+        return
+    try:
+        old = yaml.safe_load(file.read_text(encoding="utf-8"))
+        before, now = {**old, **old["config"]}, {**record, **record["config"]}
+    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError):
+        raise UserError(f"{file}: not the config.yaml of a fine-tuning job; choose another --out") from None
+    same_model = before.get("model_fingerprint") == now["model_fingerprint"]
+    same_data = before.get("data_fingerprint") == now["data_fingerprint"]
+    different = [
+        f"{key}={before.get(key)!r}"
+        for key, value in now.items()
+        if key not in ("config", "model", "data", "model_fingerprint", "data_fingerprint") and before.get(key) != value
+    ]
+    if not same_model and "step" not in {text.split("=")[0] for text in different}:
+        different.append(f"another model ({before.get('model')})")
+    if not same_data:
+        different.append(f"other data ({before.get('data')})")
+    require(not different, f"{out} was started with {', '.join(different)}; use the same, or choose another --out")
+
+
+def _start_files(out: Path, record: dict[str, Any], env: dict[str, Any]) -> None:
+    file = out / "env.json"
+    starts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    write_json(file, [*starts, {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **env}])
+    if not (out / CONFIG_FILE).exists():
+        write_text(out / CONFIG_FILE, yaml.safe_dump(record, sort_keys=False, allow_unicode=True))
+
+
+def _banner(
+    encoder: TextEncoder,
+    problem: Problem,
+    config: FinetuneConfig,
+    seeds: Sequence[int],
+    device: torch.device,
+    precision: str,
+) -> str:
+    data, parameters = problem.data, sum(p.numel() for p in encoder.parameters())
+    items = f"{len(data.train):,} training examples"
+    if problem.train_size != len(data.train):
+        items += f" in {problem.train_size:,} windows"
+    dev = ", ".join(f"{len(split):,} of {name}" for name, split in data.validation.items())
+    return (
+        f"{data.task.title}: {items}, {dev}; at most {max(problem.lengths)} tokens\n"
+        f"{encoder.name}: {parameters:,} parameters, engine {encoder.engine}, on {device_name(device)} in {precision}\n"
+        f"{total_updates(problem.train_size, config):,} updates of {config.batch_size}, lr {config.lr:g}, "
+        f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}"
+    )

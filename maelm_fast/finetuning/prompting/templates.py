@@ -1,0 +1,142 @@
+"""Templates and label words: how a labelled example becomes a sentence with one [MASK], and its classes tokens there.
+
+A template is a line of text with fields: {1} and {2} are the example's texts, {mask} is what the model fills in. {1-}
+is the text without its last punctuation mark (Gao et al.: its last character, whatever it is), {2l} has its first
+letter in lower case. The manual templates are those of Gao et al. (2021, LM-BFF), which the paper uses; spaces are as
+in their code, not as printed in their table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from maelm_fast.config import require
+from maelm_fast.errors import UserError
+from maelm_fast.finetuning.tasks import Task
+
+POLES = ("low", "high")
+"""What takes the place of the classes in a regression task: the two ends of its range."""
+_FIELD = re.compile(r"\{([^{}]*)\}")
+_LAST_PUNCTUATION = ".,;:!?"
+_PAIR = "{1} {mask}, {2l}"
+_QUESTION = "{1-}? {mask}, {2l}"
+
+
+@dataclass(frozen=True)
+class Template:
+    """text: the line with its fields. words: class, or pole of a regression task, to its label word."""
+
+    text: str
+    words: dict[str, str]
+
+
+TEMPLATES = {
+    "sst2": Template("{1} It was {mask}.", {"negative": "terrible", "positive": "great"}),
+    "cola": Template("{1} This is {mask}.", {"unacceptable": "incorrect", "acceptable": "correct"}),
+    "mnli": Template(_QUESTION, {"entailment": "Yes", "neutral": "Maybe", "contradiction": "No"}),
+    "qnli": Template(_QUESTION, {"entailment": "Yes", "not_entailment": "No"}),
+    "rte": Template(_QUESTION, {"entailment": "Yes", "not_entailment": "No"}),
+    "mrpc": Template(_PAIR, {"not_equivalent": "No", "equivalent": "Yes"}),
+    "qqp": Template(_PAIR, {"not_duplicate": "No", "duplicate": "Yes"}),
+    "stsb": Template(_PAIR, {"low": "No", "high": "Yes"}),
+}
+
+
+def template_for(task: Task, text: str | None = None, words: Sequence[str] | None = None) -> Template:
+    """The task's template, with another text or other label words (in the order of the classes) if given.
+
+    Raises UserError for a task that is no prompting task, that has no template of its own and is given none, and for a
+    text or words that do not fit it."""
+    require(task.kind != "spans", f"{task.name} is no prompting task: an answer span is not one word")
+    classes = task.labels if task.kind == "classification" else POLES
+    own = TEMPLATES.get(task.name)
+    require(
+        own is not None or (text is not None and words is not None),
+        f"{task.name} has no template: give --template and --label-words",
+    )
+    template = own or Template("", {})
+    if text is not None:
+        template = replace(template, text=text)
+    if words is not None:
+        require(
+            len(words) == len(classes),
+            f"--label-words names {len(words)} words, {task.name} has {len(classes)} classes: one word for each of "
+            f"{', '.join(classes)}, in this order",
+        )
+        template = replace(template, words=dict(zip(classes, words, strict=True)))
+    if missing := [name for name in classes if not template.words.get(name, "").strip()]:
+        raise UserError(
+            f"{task.name}: no label word for class '{missing[0]}': give --label-words, one word for each of "
+            f"{', '.join(classes)}, in this order"
+        )
+    parse(template.text, len(task.text_columns))
+    return replace(template, words={name: template.words[name] for name in classes})
+
+
+@dataclass(frozen=True)
+class Field:
+    """A text of the example in a template. text: 0 or 1."""
+
+    text: int
+    without_punctuation: bool = False
+    lower: bool = False
+
+    def value(self, text: str) -> str:
+        """Line breaks become spaces: in pretraining the end of a line is a token."""
+        text = " ".join(text.splitlines()).strip()
+        if self.without_punctuation and text.endswith(tuple(_LAST_PUNCTUATION)):
+            text = text[:-1].rstrip()
+        return text[:1].lower() + text[1:] if self.lower else text
+
+
+Part = str | Field
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A template cut at its mask: text and fields in turn."""
+
+    before: list[Part]
+    behind: list[Part]
+
+    @property
+    def spaced(self) -> bool | None:
+        """Whether a space stands before the mask; None if nothing does."""
+        if not self.before:
+            return None
+        last = self.before[-1]
+        return isinstance(last, str) and last.endswith(" ")
+
+
+def parse(template: str, texts: int) -> Halves:
+    """Raises UserError for unknown fields, and unless {mask} and each of the example's `texts` texts are there once."""
+    halves: list[list[Part]] = [[]]
+    used: list[int] = []
+    for place, piece in enumerate(_FIELD.split(template)):
+        if place % 2 == 0:
+            require("{" not in piece and "}" not in piece, f"--template '{template}': a brace without its partner")
+            if piece:
+                halves[-1].append(piece)
+        elif piece == "mask":
+            halves.append([])
+        else:
+            known = re.fullmatch(r"([12])(-?)(l?)", piece)
+            if known is None or int(known[1]) > texts:
+                raise UserError(
+                    f"--template '{template}': unknown field {{{piece}}}; there are {{mask}}, {_texts(texts)}, and "
+                    "{1-} (without its last punctuation mark), {1l} (first letter in lower case)"
+                )
+            used.append(int(known[1]) - 1)
+            halves[-1].append(Field(used[-1], bool(known[2]), bool(known[3])))
+    require(len(halves) == 2, f"--template '{template}' needs {{mask}} once, where the label word belongs")
+    require(
+        sorted(used) == list(range(texts)),
+        f"--template '{template}' needs each text of the example once: {_texts(texts)}",
+    )
+    return Halves(halves[0], halves[1])
+
+
+def _texts(texts: int) -> str:
+    return " and ".join(f"{{{i + 1}}}" for i in range(texts))

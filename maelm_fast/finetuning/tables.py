@@ -1,0 +1,259 @@
+"""Rows of parquet, jsonl, json, csv and tsv files, and of datasets on the hub, as columns of Python values.
+
+A tsv file is split at tabs and nothing else, as GLUE's are: a quotation mark is text. csv files have quotes. A .json
+file holds a list of objects, {"data": [...]}, one object per line, or SQuAD's own nesting of articles.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maelm_fast.config import require
+from maelm_fast.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FORMATS = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
+_COLUMN_REMEDY = "(rename it in the file; for files of your own, --text-columns and --label-column name the columns)"
+
+
+@dataclass(frozen=True)
+class Table:
+    source: str
+    columns: dict[str, list[Any]]
+    """The columns asked for, those optional that are there."""
+    places: list[int]
+    """Of each row: its number from 1, or the line it starts at."""
+    unit: str
+    """"row" or "line"."""
+    class_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of columns that the file describes as ClassLabel (the hub's parquet files do)."""
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def where(self, row: int) -> str:
+        return f"{self.source}: {self.unit} {self.places[row]}"
+
+
+def read_table(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> Table:
+    """The columns of a file. Raises UserError if it is damaged or empty or lacks a required column."""
+    readers: dict[str, Callable[[Path, Sequence[str], Sequence[str]], Table]] = {
+        ".parquet": _parquet,
+        ".jsonl": _json_lines,
+        ".json": _json,
+        ".csv": _csv,
+        ".tsv": _tsv,
+    }
+    require(path.suffix in readers, f"{path}: unknown kind of file: use one of {', '.join(FORMATS)}")
+    try:
+        table = readers[path.suffix](path, required, optional)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {_first_line(error)}") from None
+    require(len(table) > 0, f"{path} has no rows: give a file with examples")
+    return table
+
+
+def read_hub(name: str, config: str | None, split: str, required: Sequence[str], optional: Sequence[str] = ()) -> Table:
+    """A split of a dataset on the hub, or of a folder that `datasets` understands. Raises UserError in one line."""
+    source = f"hub:{name}{f':{config}' if config else ''}"
+    try:
+        from datasets import ClassLabel, load_dataset
+
+        rows = load_dataset(name, config, split=split)
+        names = rows.column_names
+        _require_columns(source, names, required)
+        wanted = [column for column in names if column in {*required, *optional}]
+        arrow = rows.select_columns(wanted).with_format("arrow")[:]
+        columns = {column: arrow.column(column).to_pylist() for column in wanted}
+        classes = {
+            column: tuple(rows.features[column].names)
+            for column in wanted
+            if isinstance(rows.features[column], ClassLabel)
+        }
+    except UserError:
+        raise
+    except Exception as error:  # datasets raises whatever its network, file system and parsers raise
+        reason = _first_line(error)
+        raise UserError(
+            f"{source}, split {split}, cannot be read: {reason} "
+            f"(splits are named with --train and --validation; without a network give --data a directory)"
+        ) from None
+    require(len(arrow) > 0, f"{source}, split {split}, has no rows: choose another")
+    return Table(f"{source} {split}", columns, list(range(1, len(arrow) + 1)), "row", classes)
+
+
+def _parquet(path: Path, required: Sequence[str], optional: Sequence[str]) -> Table:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            _require_columns(str(path), schema.names, required)
+            wanted = [column for column in schema.names if column in {*required, *optional}]
+            arrow = file.read(columns=wanted)
+            columns = {column: arrow.column(column).to_pylist() for column in wanted}
+    except UnicodeDecodeError:
+        raise UserError(f"{path} holds text that is not UTF-8: rewrite the file") from None
+    except pa.ArrowException as error:
+        raise UserError(f"{path} cannot be read as parquet: {_first_line(error)}: get the file again") from None
+    return Table(str(path), columns, list(range(1, len(arrow) + 1)), "row", _class_names(schema, wanted))
+
+
+def _class_names(schema: pa.Schema, columns: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Class names from the description of features that `datasets` writes into a parquet file."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        return {
+            column: tuple(str(name) for name in features[column]["names"])
+            for column in columns
+            if features.get(column, {}).get("_type") == "ClassLabel"
+        }
+    except (KeyError, ValueError, TypeError, AttributeError):  # no description, or of another kind
+        return {}
+
+
+def _json_lines(path: Path, required: Sequence[str], optional: Sequence[str]) -> Table:
+    rows, places = [], []
+    for number, line in enumerate(_text(path).split("\n"), start=1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except (ValueError, RecursionError):
+                raise UserError(f"{path}: line {number} is not JSON: write one object per line") from None
+            places.append(number)
+    return _objects(path, rows, places, "line", required, optional)
+
+
+def _json(path: Path, required: Sequence[str], optional: Sequence[str]) -> Table:
+    try:
+        content = json.loads(_text(path))
+    except (ValueError, RecursionError):
+        return _json_lines(path, required, optional)
+    if isinstance(content, dict) and "data" in content:
+        content = content["data"]
+    elif isinstance(content, dict):
+        content = [content]  # one object on one line
+    require(isinstance(content, list), f"{path} is neither a list of objects nor one object per line: rewrite it")
+    if content and all(isinstance(article, dict) and "paragraphs" in article for article in content):
+        content = _squad_rows(path, content)
+    return _objects(path, content, list(range(1, len(content) + 1)), "row", required, optional)
+
+
+def _squad_rows(path: Path, articles: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per question of the nesting in which SQuAD itself is published."""
+    rows = []
+    for number, article in enumerate(articles, start=1):
+        try:
+            for paragraph in article["paragraphs"]:
+                rows += [
+                    {
+                        "id": question["id"],
+                        "title": article.get("title", ""),
+                        "context": paragraph["context"],
+                        "question": question["question"],
+                        "answers": question["answers"],
+                    }
+                    for question in paragraph["qas"]
+                ]
+        except (KeyError, TypeError) as error:
+            raise UserError(
+                f"{path}: article {number} is not as in SQuAD's files ({_first_line(error)}): it needs paragraphs with "
+                f"context and qas, and these id, question and answers"
+            ) from None
+    return rows
+
+
+def _objects(
+    path: Path, rows: list[Any], places: list[int], unit: str, required: Sequence[str], optional: Sequence[str]
+) -> Table:
+    for row, place in zip(rows, places, strict=True):
+        where = f"{path}: {unit} {place}"
+        require(isinstance(row, dict), f"{where} is not an object with named fields: write {{...}}")
+        _require_columns(where, row, required, "field")
+    wanted = [*required, *(name for name in optional if any(name in row for row in rows))]
+    columns = {name: [row.get(name) for row in rows] for name in wanted}
+    return Table(str(path), columns, places, unit)
+
+
+def _csv(path: Path, required: Sequence[str], optional: Sequence[str]) -> Table:
+    reader = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
+    rows, places, line = [], [], 1
+    try:
+        for row in reader:
+            if row:
+                rows.append(row)
+                places.append(line)
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(
+            f"{path}: line {line} is damaged ({error}): close its quotation marks, or give the file as .jsonl"
+        ) from None
+    return _fields(path, rows, places, required, optional)
+
+
+def _tsv(path: Path, required: Sequence[str], optional: Sequence[str]) -> Table:
+    lines = [(number, line.removesuffix("\r")) for number, line in enumerate(_text(path).split("\n"), start=1)]
+    rows = [line.split("\t") for _, line in lines if line]
+    quoted = sum(any(cell[:1] == '"' == cell[-1:] and '""' in cell[1:-1] for cell in row) for row in rows)
+    notes: tuple[str, ...] = ()
+    if quoted:
+        notes = (
+            f"{path}: {quoted:,} of {len(rows) - 1:,} rows have fields in quotation marks, which tsv keeps as text: "
+            f"if they are not meant to be there, use .csv",
+        )
+    return _fields(path, rows, [number for number, line in lines if line], required, optional, notes)
+
+
+def _fields(
+    path: Path,
+    rows: list[list[str]],
+    places: list[int],
+    required: Sequence[str],
+    optional: Sequence[str],
+    notes: tuple[str, ...] = (),
+) -> Table:
+    """Columns by the names in the first row."""
+    if not rows:
+        return Table(str(path), {}, [], "line")
+    header = [name.strip() for name in rows[0]]
+    _require_columns(str(path), header, required, "column in its first line")
+    for name in (*required, *optional):
+        require(header.count(name) <= 1, f"{path}: the first line names column '{name}' twice: rename one")
+    for row, place in zip(rows, places, strict=True):
+        require(
+            len(row) == len(header),
+            f"{path}: line {place} has {len(row)} fields and the first line {len(header)}: mend or remove the line",
+        )
+    wanted = [name for name in header if name in {*required, *optional}]
+    columns = {name: [row[header.index(name)] for row in rows[1:]] for name in wanted}
+    return Table(str(path), columns, places[1:], "line", notes=notes)
+
+
+def _require_columns(
+    where: str, names: Sequence[str] | dict[str, Any], required: Sequence[str], what: str = "column"
+) -> None:
+    for name in required:
+        require(name in names, f"{where} has no {what} '{name}', only {', '.join(names) or 'none'} {_COLUMN_REMEDY}")
+
+
+def _text(path: Path) -> str:
+    content = path.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}: line {line} is not UTF-8: convert the file with iconv") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")

@@ -1,0 +1,188 @@
+"""The command: what it prints, writes and goes on with, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from maelm_fast.cli import main as command_line
+from maelm_fast.cli import prompt
+from maelm_fast.config import RunConfig
+from maelm_fast.data.tokenizer import train_tokenizer
+from maelm_fast.errors import UserError
+from maelm_fast.finetuning.prompting import run as module
+from maelm_fast.model.maelm import MaeLm
+from maelm_fast.training.ledger import Ledger
+from maelm_fast.training.rundir import LoadedRun, RunRecord, vocabulary_of
+from tests.finetuning.small import config, run_directory
+
+TEXT = "It was great. It was terrible. yes, no, red and blue, the man"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    bpe, root = train_tokenizer([TEXT] * 10, 330, cased=False), tmp_path_factory.mktemp("runs")
+    found = {}
+    for name, decoder in (("mae", "self"), ("mlm", "none")):
+        torch.manual_seed(0)
+        model = MaeLm(config(vocab_size=bpe.get_vocab_size(), num_layers=1, decoder=decoder)).eval()
+        record = RunRecord("base", "store", "fingerprint", None)
+        run = LoadedRun(model, bpe, vocabulary_of(bpe), RunConfig(model=model.config), record, 10)
+        found[name] = run_directory(root / name, run)
+    return found
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root, random = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    for name in ("sst2", "stsb"):
+        (root / name).mkdir()
+        for split, count in (("train", 30), ("validation", 12)):
+            rows = []
+            for i in range(count):
+                words = " ".join(random.choice(["red", "blue", "the", "man"], 4))
+                if name == "sst2":
+                    rows.append({"sentence": words, "label": i % 2, "idx": i})
+                else:
+                    rows.append({"sentence1": words, "sentence2": f"The {words}", "label": float(i % 6), "idx": i})
+            (root / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+FEW = ["--shots=3", "--splits=2", "--steps=2", "--evaluate-every=1", "--device=cpu", "--precision=fp32"]
+
+
+def test_a_table_that_goes_on_after_a_stop(
+    runs: dict[str, Path],
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "out"
+    argv = ["sst2", "stsb", "--model", str(runs["mae"]), "--model", f"baseline={runs['mlm']}", "--data", str(data)]
+    argv += ["--out", str(out), *FEW]
+    work, done = module.Worker.work, []
+
+    def fails_at_the_sixth(self: module.Worker, unit: module.Unit) -> object:
+        if len(done) == 5:
+            raise UserError("the power went")
+        done.append(unit.key)
+        return work(self, unit)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.Worker, "work", fails_at_the_sixth)
+        with pytest.raises(UserError, match="the power went"):
+            prompt.main(argv)
+    assert len(Ledger(out).rows()) == 5
+    capsys.readouterr()
+
+    assert prompt.main(argv) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("draw 13\n") + printed.count("draw 21\n") + printed.count("zero-shot\n") == 20 - 5
+    rows = Ledger(out).rows()
+    assert len({row["key"] for row in rows}) == len(rows) == 2 * 2 * (1 + 2 + 2)
+    found = json.loads((out / "prompts.json").read_text())
+    assert (found["units"], found["finished"]) == (20, 20)
+    assert found["models"]["mae"]["mask_in"] == "decoder"
+    assert found["models"]["baseline"]["mask_in"] == "encoder"
+    assert found["models"]["mae"]["label_tokens"]["stsb"] == {"low": "Ġno", "high": "Ġyes"}
+    text = (out / "PROMPTS.md").read_text()
+    for row in found["summary"]:
+        values = [
+            r["test"][row["split"]][row["metric"]]
+            for r in found["results"]
+            if (r["model"], r["task"], r["mode"]) == (row["model"], row["task"], row["mode"])
+        ]
+        assert len(values) == row["draws"] == (1 if row["mode"] == "zero-shot" else 2)
+        assert row["mean"] == pytest.approx(np.mean(values))
+        assert row["standard_deviation"] == pytest.approx(np.std(values))
+        assert f" {row['mean']:.1f}" in text
+    for result in found["results"]:
+        predictions = [json.loads(line) for line in (out / result["predictions"]).read_text().splitlines()]
+        assert len(predictions) == 12
+        if result["task"] == "sst2":
+            right = np.mean([row["label"] == row["prediction"] for row in predictions])
+            assert 100 * right == pytest.approx(result["test"]["validation"]["accuracy"])
+    assert "| Model | SST-2 | STS-B (Pearson) | AVG of 2 |" in text
+    assert "| *MAE-LM, as printed in the paper* | 92.4 (1.1) | 72.3 (6.5) |  |" in text
+    assert "| majority class | 50.0 | 0.0 |  |" in text
+
+    assert prompt.main(argv) == 0
+    assert len(Ledger(out).rows()) == len(rows)
+    assert prompt.main([*argv, "--mode", "prompt", "--lr", "1e-4"]) == 0  # another setting is other work
+    assert len(Ledger(out).rows()) == len(rows) + 8
+
+
+def test_prompts_are_shown_as_the_model_sees_them(
+    runs: dict[str, Path], data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prompt.main(["sst2", "--model", str(runs["mae"]), "--data", str(data), "--show", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "mae, SST-2: {1} It was {mask}.   negative: Ġterrible, positive: Ġgreat"
+    first = json.loads((data / "sst2" / "validation.jsonl").read_text().splitlines()[0])["sentence"]
+    assert lines[1] == f"  negative: <s> {' '.join(f'Ġ{word}' for word in first.split())} Ġit Ġwas <mask> . </s>"
+    assert len(lines) == 3
+
+
+def test_a_task_of_ones_own(runs: dict[str, Path], data: Path, tmp_path: Path) -> None:
+    argv = ["--task", "classification", "--text-columns", "sentence", "--label-column", "label", "--data",
+            str(data / "sst2"), "--model", str(runs["mae"]), "--mode", "zero-shot", "--out", str(tmp_path / "out"),
+            "--template", "{mask}, {1l}", "--label-words", "no,yes"]  # fmt: skip
+    assert prompt.main(argv) == 0
+    found = json.loads((tmp_path / "out" / "prompts.json").read_text())
+    assert found["tasks"]["custom"]["label_words"] == {"0": "no", "1": "yes"}
+    assert found["models"]["mae"]["label_tokens"]["custom"] == {"0": "Ġno", "1": "Ġyes"}
+    with pytest.raises(UserError, match="custom has no template: give --template and --label-words"):
+        prompt.main(argv[:-4])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["sst2"], "--out is needed"),
+        (["--out", "x"], "name a task: sst2"),
+        (["squad_v2", "--out", "x"], "squad_v2 is no prompting task"),
+        (["sst3", "--out", "x"], "unknown task 'sst3'"),
+        (["sst2", "stsb", "--out", "x", "--template", "{1} {mask}"], "--template is for one task"),
+        (["sst2", "--out", "x", "--template", "{1}"], "needs {mask} once"),
+        (["sst2", "--out", "x", "--label-words", "one,two,three"], "names 3 words, sst2 has 2 classes"),
+        (
+            ["sst2", "--out", "x", "--mode", "zero-shot", "--label-words", "splendid,great"],
+            "mae, sst2: label word 'splendid' of class 'negative'",
+        ),
+        (["sst2", "--out", "x", "--mode", "few"], "unknown --mode 'few'"),
+        (["sst2", "--out", "x", "--grid", "--lr", "1e-4"], "leave out --lr and --batch-size"),
+        (["sst2", "--out", "x", "--lr", "fast"], "--lr takes numbers"),
+        (["sst2", "--out", "x", "--shots", "9"], "15 training examples of 'negative', but 9 to train on and 9 others"),
+        (["sst2", "--out", "x", "--steps", "150"], "multiple of evaluate_every"),
+        (["sst2", "--out", "x", "--show", "0"], "--show must be at least 1"),
+        (["rte", "--out", "x"], "no folder rte"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    runs: dict[str, Path],
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command_line.main(["prompt", *options, "--model", str(runs["mae"]), "--data", str(data)]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ")
+    assert "\n" not in error
+    assert message in error
+    assert not (tmp_path / "x").exists()
+
+
+def test_two_models_of_one_name(runs: dict[str, Path], data: Path, tmp_path: Path) -> None:
+    model = ["--model", str(runs["mae"])]
+    with pytest.raises(UserError, match="two models are called 'mae': name them as --model LABEL=DIR"):
+        prompt.main(["sst2", *model, *model, "--data", str(data), "--out", str(tmp_path / "x")])

@@ -1,0 +1,188 @@
+"""`maelm-fast sweep` as a user types it: files in, tables out, real training of a tiny encoder."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+from maelm_fast.cli.main import main
+from maelm_fast.training.ledger import Ledger
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "finetuning"))
+import toys
+
+OWN = ["--task", "classification", "--text-columns", "a", "--label-column", "y", "--name", "toy"]
+CPU = ["--device", "cpu", "--precision", "fp32"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, a task's files, a grid of two cells."""
+    here = tmp_path_factory.mktemp("sweep")
+    toys.make_run(here / "mae")
+    toys.write_files(here / "data", toys.toy(toys.content_rows, train=96, validation=40))
+    (here / "grid.yaml").write_text("lr: [1e-5, 5e-3]\nepochs: 6\nbatch_size: 8\nevaluations_per_epoch: 1\n")
+    return here
+
+
+def command(place: Path, out: Path, *more: str) -> list[str]:
+    return ["sweep", *OWN, *CPU, "--data", str(place / "data"), "--grid", str(place / "grid.yaml"), "--out", str(out),
+            *more]  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_planned_run_reported_and_done(
+    workers: str, place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sklearn")
+    out, seeds = tmp_path / "out", ["--seeds", "1"]
+    line = command(place, out, "--model", f"MAE-LM={place / 'mae'}", "--random-init", str(place / "mae"), *seeds)
+    assert main([*line, "--plan"]) == 0
+    shown = capfd.readouterr().out
+    assert "4 runs, 4 unfinished: no estimate before a run is finished" in shown
+    assert "lr 1e-05/0.005" in shown
+    assert not out.exists()
+
+    assert main([*line, "--workers", workers]) == 0
+    assert "| **MAE-LM** |" in capfd.readouterr().out
+    rows = Ledger(out).rows()
+    assert len(rows) == len({row["key"] for row in rows}) == 4
+    entries = json.loads((out / "best.json").read_text())["results"]
+    for entry in entries:
+        mine = [row for row in rows if row["model"] == entry["model"]]
+        by_cell = {
+            cell: statistics.median(row["result"]["best"] for row in mine if row["cell"] == cell) for cell in (1, 2)
+        }
+        assert entry["median"] == max(by_cell.values())
+        assert entry["cell"] == max(by_cell, key=lambda cell: by_cell[cell])
+    assert [entry["model"] for entry in entries] == ["MAE-LM", "mae, random init"]
+    assert entries[0]["median"] > 90, "a word tells the class, and the higher learning rate finds it"
+    assert entries[0]["values"]["lr"] == 5e-3
+    text = (out / "SWEEP.md").read_text()
+    majority = next(line for line in text.splitlines() if line.startswith("| no model: majority"))
+    assert 50 <= float(majority.split("|")[2]) <= 70
+    assert f"maelm-fast finetune --model {place / 'mae'} --step 5 --lr 0.005 --epochs 6 --batch_size 8" in text
+    with open(out / "cells.csv", newline="") as file:
+        assert [row["status"] for row in csv.DictReader(file)] == ["finished"] * 4
+
+    if "matplotlib" in sys.modules:
+        assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    written = (out / "best.json").read_text()
+    assert main(line) == 0
+    assert "4 runs, 0 unfinished" in capfd.readouterr().out
+    assert len(Ledger(out).rows()) == 4
+    assert (out / "best.json").read_text() == written
+
+
+def test_workers_record_what_fails_once(place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Real processes, whose runs end early: the run's tokenizer is not one."""
+    pytest.importorskip("sklearn")
+    shutil.copytree(place / "mae", tmp_path / "mae")
+    (tmp_path / "mae" / "tokenizer.json").write_text("{}")
+    out = tmp_path / "out"
+    line = command(place, out, "--model", str(tmp_path / "mae"), "--seeds", "3", "--workers", "2")
+    assert main(line) == 1
+    assert "6 of 6 runs failed" in capfd.readouterr().out
+    rows = Ledger(out).rows()
+    assert len(rows) == len({row["key"] for row in rows}) == 6
+    assert all("tokenizer.json" in row["error"] for row in rows)
+
+
+def test_the_commands_of_the_report_are_commands(place: Path, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    assert main(command(place, tmp_path / "out", "--model", str(place / "mae"), "--seeds", "1", "--budget", "1")) == 0
+    text = (tmp_path / "out" / "SWEEP.md").read_text()
+    assert "Cells: toy 1 of 2." in text
+    words = next(line for line in text.splitlines() if line.startswith("maelm-fast finetune")).split()
+    from maelm_fast.cli.finetune import parse
+
+    options = parse(words[2:])
+    entry = json.loads((tmp_path / "out" / "best.json").read_text())["results"][0]
+    fields = {**entry["config"], "betas": tuple(entry["config"]["betas"])}
+    assert {name: getattr(options["config"], name) for name in fields} == fields
+    assert options["data"] == str(place / "data")
+    assert options["model"] == str(place / "mae")
+    assert options["step"] == 5
+    assert (options["task"], options["text_columns"], options["label_column"]) == ("classification", "a", "y")
+
+
+def test_the_papers_rows_stand_beside(place: Path, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    data = tmp_path / "sst2"
+    data.mkdir()
+    for split in ("train", "validation"):
+        rows = [json.loads(line) for line in (place / "data" / f"{split}.jsonl").read_text().splitlines()]
+        lines = [json.dumps({"sentence": row["a"], "label": row["y"]}) for row in rows[:24]]
+        (data / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "grid.yaml").write_text("epochs: 1\n")
+    line = ["sweep", "sst2", *CPU, "--model", str(place / "mae"), "--data", str(place), str(tmp_path), "--seeds", "1",
+            "--grid", str(tmp_path / "grid.yaml"), "--out", str(tmp_path / "out")]  # fmt: skip
+    assert main([*line, "--paper", "base"]) == 0
+    text = (tmp_path / "out" / "SWEEP.md").read_text()
+    assert "| model | SST-2 | AVG |" in text
+    assert "| paper, base: MAE-LM | 93.8 | 86.1 |" in text
+    assert "AVG is over GLUE's eight tasks" in text
+
+
+def test_a_failed_run_is_exit_code_1(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sklearn")
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    line = command(place, tmp_path / "out", "--model", str(place / "mae"), "--seeds", "1")
+    monkeypatch.setattr("maelm_fast.finetuning.sweep._train", fails)
+    assert main(line) == 1
+    assert "2 of 2 runs failed; the same command tries them again" in capsys.readouterr().out
+    assert "RuntimeError: out of memory" in (tmp_path / "out" / "SWEEP.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("sweep", "the following arguments are required: --data, --grid, --out"),
+        ("sweep --data {p}/data --grid quick --out {o}", "--model is needed"),
+        ("sweep --data {p}/data --grid quick --out {o} --model {p}/mae", "name a task"),
+        ("sweep sst3 --data {p}/data --grid quick --out {o} --model {p}/mae", "unknown task 'sst3'"),
+        ("sweep sst2 --data {p}/data --grid best --out {o} --model {p}/mae", "unknown grid 'best'"),
+        ("sweep sst2 --data {p}/data --grid quick --out {o} --model {p}/none", "none: no such directory"),
+        (
+            "sweep sst2 --data {p}/data --grid quick --out {o} --model {p}/mae@6",
+            "no checkpoint at step 6; there are: 5",
+        ),
+        ("sweep sst2 --data {p}/data --grid quick --out {o} --model {p}/mae@last", "a checkpoint's step, not 'last'"),
+        ("sweep sst2 --data {p}/data --grid quick --out {o} --model {p}/data", "neither a run directory"),
+        ("sweep sst2 --data {p}/data --grid quick --out {o} --random-init {p}/mae@5", "random weights have no step"),
+        ("sweep sst2 --data {p}/data --grid quick --out {o} --model {p}/mae", "sentence"),
+        ("sweep sst2 --task regression --data {p} --grid quick --out {o} --model {p}/mae", "exclude each other"),
+        ("sweep sst2 --data {p} {p}/data --grid quick --out {o} --model {p}/mae", "has a folder sst2"),
+        ("sweep --task regression --data {p} --grid quick --out {o} --model {p}/mae", "--label-column"),
+        ("sweep sst2 cola --train x.tsv --data {p} --grid quick --out {o} --model {p}/mae", "name one task"),
+        ("sweep {own} --data {p}/data --grid quick --out {o} --model {p}/mae --seeds 0", "--seeds must be"),
+        ("sweep {own} --data {p}/data --grid quick --out {o} --model {p}/mae --budget 0", "--budget must be"),
+        ("sweep {own} --data {p}/data --grid quick --out {o} --model {p}/mae --workers 0", "--workers must be"),
+        ("sweep {own} --data {p}/data --grid quick --out /proc/none --model {p}/mae", "choose another --out"),
+        ("sweep {own} --data {p}/data --grid quick --out {o} --model {p}/mae --model {p}/mae", "two models"),
+        ("sweep {own} --data {p}/data --grid quick --out {o} --model {p}/torn", "every checkpoint is damaged"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: str, message: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "torn" in arguments and not (place / "torn").exists():
+        shutil.copytree(place / "mae", place / "torn")
+        (place / "torn" / "checkpoints" / "step_5" / "model.safetensors").write_bytes(b"")
+    words = arguments.format(p=place, o=tmp_path / "out", own=" ".join(OWN)).split()
+    assert main(words) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("WARNING")]
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert not (tmp_path / "out").exists()
