@@ -13,6 +13,7 @@ number that is written there comes from a row. GOALS are judged by the median.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,11 +45,16 @@ LABELS = {
     "modernbert": "Hugging Face `ModernBertForMaskedLM`",
     "padded": "MAE-LM padded, bias written out",
 }
+TRAINERS = {
+    "ours": "ours, packed",
+    "hf": "Hugging Face Trainer, batches padded to their longest",
+    "hf_grouped": "Hugging Face Trainer, batches of like length",
+}
 PEERS = ("hf", "modernbert", "padded")
 OVER = ("hf", "hf_compiled", "padded", "roberta_base")  # whom the tables compare with
 REGIONS = {
     "README.md": ("headline",),
-    "benchmarks/README.md": ("train_step", "ops", "attention", "loader", "scaling", "roofline"),
+    "benchmarks/README.md": ("train_step", "finetune", "ops", "attention", "loader", "scaling", "roofline"),
 }
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 MORE = "Equal losses on equal weights come first; all settings: [benchmarks/](benchmarks/README.md)."
@@ -120,6 +126,7 @@ GOALS = (
 # On a GPU, with bias, 435 of 512 positions, forward and backward; over FlexAttention by the medians of milliseconds.
 ATTENTION_GOAL, ATTENTION_STRETCH, FLEX_GOAL = 0.75, 0.9, 1.5
 LOADER_GOAL = 20  # million tokens/s and core
+FINETUNE_GOAL = 1.5  # over Hugging Face Trainer with dynamic padding, on a CPU
 COPY_SHARE_GOAL = 0.75  # on a GPU, of the bandwidth that a copy reaches
 
 
@@ -403,6 +410,31 @@ def loader_tables(rows: Sequence[Row]) -> Iterator[Table]:
         yield Table(f"Loader, {device}", header, cells, notes)
 
 
+def finetune_tables(rows: Sequence[Row]) -> Iterator[Table]:
+    setting = ("device", "task", "hidden_size", "layers", "batch", "examples", "precision", "dropout")
+    for group in grouped(newest_rows(rows, setting), *setting).values():
+        first, cells = group[0], list[list[str]]()
+        ours = next(row for row in group if row["contestant"] == "ours")
+        for row in group:
+            name, results = row["contestant"], row["results"]
+            over = ours["ratios"].get(name)
+            judge = name == "hf" and place(row) == "cpu"
+            cells.append([
+                TRAINERS[name], spread(row["examples_per_s"], ",.0f"), spread(over),
+                f"{statistics.median(results):.1f} [{min(results):.1f}, {max(results):.1f}]",
+                judged("", over["median"], FINETUNE_GOAL) if judge and over else "",
+            ])  # fmt: skip
+        header = ["", "examples/s", "ours over it", f"{first['metric']} on the development set", "goal"]
+        task = "sentences of SST-2's lengths" if first["task"] == "custom" else first["task"]
+        shape = f"{first['layers']} layers of {first['hidden_size']}"
+        title = f"Fine-tuning, {first['device']}, {first['precision']}, {shape}, {task}"
+        notes = [f"{machine(first)}, {run(first)}; {first['examples']:,} examples of {first['mean_length']} tokens on "
+                 f"average, batches of {first['batch']}, dropout {first['dropout']:g}; {first['rounds']} rounds in "
+                 f"turns, median [quartiles]; results: median [least, largest] of the rounds, each with its own seed; "
+                 f"`python -m benchmarks.finetune`."]  # fmt: skip
+        yield Table(title, header, cells, notes)
+
+
 def tables(results: Results, region: str) -> list[Table]:
     """What belongs into a region; none if there is no row for it."""
     if region == "headline":
@@ -412,7 +444,7 @@ def tables(results: Results, region: str) -> list[Table]:
     rows = results.rows.get(region, [])
     makers = {
         "ops": ops_tables, "attention": attention_tables, "loader": loader_tables, "scaling": scaling_tables,
-        "roofline": roofline_tables,
+        "roofline": roofline_tables, "finetune": finetune_tables,
     }  # fmt: skip
     return list(makers[region](rows))
 

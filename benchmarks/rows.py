@@ -23,6 +23,7 @@ FORMATS = (
     "loader",
     "scaling",
     "roofline",
+    "finetune",
 )  # a file is called FORMAT.jsonl or FORMAT_*.jsonl
 PHASES = ("data", "forward", "backward", "optimizer")
 SETTING = ("device", "precision", "batch", "seq", "rate", "lengths")  # of a case, with its dropout and bias
@@ -97,6 +98,13 @@ OTHERS: Mapping[str, Mapping[str, Check]] = {
         "fill": has_numbers("all"), "rss_anon_mb": or_null(is_number), "major_faults": or_null(is_number),
     },
     "scaling": {**MACHINE, "kind": is_text},
+    "finetune": {
+        **MACHINE, "transformers": is_text, "precision": is_text, "task": is_text, "hidden_size": is_number,
+        "layers": is_number, "batch": is_number, "examples": is_number, "epochs": is_number, "dropout": is_number,
+        "mean_length": is_number, "rounds": is_number, "metric": is_text, "contestant": is_text,
+        "examples_per_s": is_quartiles, "ratios": by_name(is_quartiles),
+        "results": lambda value: isinstance(value, list) and all(is_number(v) for v in value),
+    },
     "roofline": {
         "date": is_date, "commit": is_text, "device": is_text, "projection": is_flag, "model": is_text,
         "precision": is_text, "batch": is_number, "seq": is_number, "rate": is_number, "dropout": is_number,

@@ -4,15 +4,14 @@ option, typed and documented in finetuning/config.py."""
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
-import re
 from argparse import ArgumentError
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings  # type: ignore[attr-defined]
 
+from maelm_fast.cli.common import one_line
 from maelm_fast.config import from_dict, require
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning import tasks
@@ -66,7 +65,7 @@ def parse(argv: list[str]) -> dict[str, Any]:
     except (ArgumentError, TypeError, ValueError, OSError) as error:
         files = [value for option, value in itertools.pairwise(argv) if option == "--config"]
         where = f"{', '.join(files)}: " if "Problems parsing config" in str(error) else ""
-        raise UserError(where + _one_line(str(error), parser)) from None
+        raise UserError(where + one_line(str(error), parser)) from None
     require(values["seeds"] >= 1, f"--seeds must be at least 1, not {values['seeds']}")
     require(values["limit"] is None or values["limit"] >= 1, f"--limit must be at least 1, not {values['limit']}")
     return values | {"config": from_dict(FinetuneConfig, {name: values.pop(name) for name in _FIELDS})}
@@ -127,16 +126,3 @@ def _field_option(word: str) -> str:
     option, equals, value = word.partition("=")
     name = option.removeprefix("--").replace("-", "_")
     return f"--{name}{equals}{value}" if option.startswith("--") and name in _FIELDS else word
-
-
-def _one_line(message: str, parser: ArgumentParser) -> str:
-    """jsonargparse's message on one line, and with the nearest option for an unknown one."""
-    text = re.sub(r"<class '([^']+)'>", r"\1", " ".join(message.split())).replace("typing.", "")
-    unknown = re.search(r"unrecognized arguments: --([\w.-]+)", text) or re.search(
-        r"[Kk]ey '([\w.]+)' is not expected", text
-    )
-    if unknown:
-        options = [o.lstrip("-") for action in parser._actions for o in action.option_strings if o.startswith("--")]
-        near = difflib.get_close_matches(unknown[1].replace("-", "_"), options, n=1, cutoff=0.6)
-        text = f"unknown option '{unknown[1]}'" + (f"; did you mean '{near[0]}'?" if near else "")
-    return text if "--help" in text else f"{text} (see 'maelm-fast finetune --help')"

@@ -6,9 +6,7 @@ jsonargparse reads the dataclasses of config.py, so every field is an option, ty
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
-import re
 from argparse import ArgumentError
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings  # type: ignore[attr-defined]
 
 from maelm_fast import presets
+from maelm_fast.cli.common import one_line
 from maelm_fast.config import SECTIONS, RunConfig, from_dict, to_dict
 from maelm_fast.errors import UserError
 
@@ -46,7 +45,7 @@ def parse(argv: list[str]) -> dict[str, Any]:
     except (ArgumentError, TypeError, ValueError, OSError) as error:
         files = [value for option, value in itertools.pairwise(argv) if option == "--config"]
         where = f"{', '.join(files)}: " if "Problems parsing config" in str(error) else ""
-        raise UserError(where + _one_line(str(error), parser)) from None
+        raise UserError(where + one_line(str(error), parser)) from None
     run = from_dict(RunConfig, {field.name: values[field.name] for field in dataclasses.fields(RunConfig)})
     return {key: values[key] for key in ("preset", "data", "out", "init_from")} | {"run": run}
 
@@ -74,22 +73,6 @@ def _leaves(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
             yield from _leaves(value, f"{path}{name}.")
         else:
             yield f"{path}{name}", value
-
-
-def _one_line(message: str, parser: ArgumentParser) -> str:
-    """jsonargparse's message on one line, without class names, and with the nearest option for an unknown one."""
-    text = " ".join(message.split())
-    text = re.sub(r"<class '([^']+)'>", r"\1", text).replace("typing.", "")
-    unknown = re.search(r"unrecognized arguments: --([\w.]+)", text) or re.search(
-        r"[Kk]ey '([\w.]+)' is not expected", text
-    )
-    if unknown is None and (group := re.search(r"Group '(\w+)' does not accept option '(\w+)'", text)):
-        unknown = re.match(r"(.*)", f"{group[1]}.{group[2]}")
-    if unknown:
-        options = [o.lstrip("-") for action in parser._actions for o in action.option_strings if o.startswith("--")]
-        near = difflib.get_close_matches(unknown[1], options, n=1, cutoff=0.6)
-        text = f"unknown option '{unknown[1]}'" + (f"; did you mean '{near[0]}'?" if near else "")
-    return text if "--help" in text else f"{text} (see 'maelm-fast pretrain --help')"
 
 
 def _initial(path: str) -> Any:

@@ -19,14 +19,13 @@ from maelm_fast.experiments.scales import Downstream
 from maelm_fast.finetuning import tasks
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, SpanExamples, TaskData, read_task
-from maelm_fast.finetuning.fingerprint import data_fingerprint, digest
+from maelm_fast.finetuning.fingerprint import data_fingerprint, deciding, digest
 from maelm_fast.finetuning.grids import Grid
 from maelm_fast.finetuning.prompting.fewshot import SPLIT_SEEDS, FewShotConfig, base_config
 from maelm_fast.finetuning.prompting.run import MODES, Mode
 from maelm_fast.finetuning.prompting.templates import TEMPLATES
 from maelm_fast.finetuning.tasks import Task
 
-_HOW = ("device", "precision", "micro_batch_tokens")  # change where and how fast, not what (as a run's runtime section)
 _SUBSET_SEED = 0  # of the validation examples that a scale takes
 
 
@@ -72,8 +71,7 @@ class FineTuning:
 
     def hash(self, cell: str) -> str:
         """cell: its key."""
-        science = {name: value for name, value in to_dict(self.config).items() if name not in _HOW}
-        return digest(cell, self.step, self.data, science, self.ranks)
+        return digest(cell, self.step, self.data, deciding(self.config), self.ranks)
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ class Prompting:
         """cell: its key."""
         few = None if self.seed is None else [to_dict(self.few), self.seed]
         words = None if self.mode == "head" else [TEMPLATES[self.task].text, label_words(self.task)]
-        base = {name: value for name, value in to_dict(base_config()).items() if name not in _HOW}
+        base = deciding(base_config())
         return digest(cell, self.step, self.data, self.mode, few, words, base)
 
 

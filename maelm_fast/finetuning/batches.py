@@ -33,13 +33,16 @@ class TokenBatch:
         types, layout = self.token_types, self.layout
         return replace(
             self,
-            ids=_to(self.ids, device),
-            layout=replace(layout, cu_seqlens=_to(layout.cu_seqlens, device), positions=_to(layout.positions, device)),
-            token_types=None if types is None else _to(types, device),
+            ids=to_device(self.ids, device),
+            layout=replace(
+                layout, cu_seqlens=to_device(layout.cu_seqlens, device), positions=to_device(layout.positions, device)
+            ),
+            token_types=None if types is None else to_device(types, device),
         )
 
 
-def _to(tensor: Tensor, device: torch.device | str) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Without waiting for a GPU."""
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -39,7 +39,8 @@ class FinetuneConfig:
     question_length: int = 64
     """SQuAD: tokens of a question; longer ones are cut and counted (released code)."""
     stride: int = 128
-    """SQuAD: tokens between the starts of two windows of a passage (released code)."""
+    """SQuAD: tokens between the starts of two windows of a passage (released code), but a third of a window at most
+    (ours), so that windows of less than 384 tokens overlap too."""
     answer_length: int = 30
     """SQuAD: tokens of a predicted answer at most (released code)."""
     seed: int = 0

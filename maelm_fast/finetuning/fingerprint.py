@@ -9,10 +9,13 @@ from typing import Any
 
 from maelm_fast.config import to_dict
 from maelm_fast.errors import UserError
+from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, SpanExamples, TaskData
 from maelm_fast.training.files import checksum
 from maelm_fast.training.rundir import RunDir
 
+NOT_DECIDING = ("device", "precision", "micro_batch_tokens")
+"""Fields of FinetuneConfig that change where and how fast a run runs; what comes of it, up to rounding, not."""
 _WEIGHTS = (".safetensors", ".bin")
 _DESCRIPTIONS = (".json", ".txt", ".model", ".py")
 _ABOUT_WEIGHTS = ("checksums.json", ".index.json")
@@ -21,6 +24,12 @@ _ABOUT_WEIGHTS = ("checksums.json", ".index.json")
 def digest(*values: Any) -> str:
     """12 hexadecimal digits of plain data."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def deciding(config: FinetuneConfig) -> dict[str, Any]:
+    """The fields that decide a result: not those that only change where and how fast."""
+    values: dict[str, Any] = to_dict(config)
+    return {name: value for name, value in values.items() if name not in NOT_DECIDING}
 
 
 def resolve_step(path: str | Path, step: int | None) -> int | None:

@@ -30,11 +30,11 @@ from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.encoders import Engine, TextEncoder, load_encoder, require_transformers
 from maelm_fast.finetuning.examples import TaskData
-from maelm_fast.finetuning.fingerprint import data_fingerprint, digest, model_fingerprint, resolve_step
+from maelm_fast.finetuning.fingerprint import data_fingerprint, deciding, digest, model_fingerprint, resolve_step
 from maelm_fast.finetuning.metrics import baselines
 from maelm_fast.finetuning.problem import Evaluation, Problem, make_problem
 from maelm_fast.finetuning.report import REPORT_FILE, effective_ranks, median_of, table, write_report
-from maelm_fast.finetuning.run import Result, Stopped, deciding, device_of, on_host, saved_step, total_updates, train
+from maelm_fast.finetuning.run import Result, Stopped, device_of, on_host, saved_step, total_updates, train
 from maelm_fast.finetuning.saving import save
 from maelm_fast.training.files import damage, write_directory, write_json, write_text
 from maelm_fast.training.hardware import device_name, environment

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from maelm_fast.config import require
 from maelm_fast.errors import UserError
-from maelm_fast.finetuning.batches import evaluation_batches, token_batch
+from maelm_fast.finetuning.batches import evaluation_batches, to_device, token_batch
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.encoders import TextEncoder
 from maelm_fast.finetuning.examples import Examples, TaskData
@@ -111,9 +111,7 @@ class SentenceProblem:
         self, model: nn.Module, indices: NDArray[np.int64], device: torch.device, dropout_seed: Tensor | int | None
     ) -> Tensor:
         batch = token_batch(self.train, indices).to(device)
-        targets = self.targets[torch.from_numpy(indices)]
-        if device.type == "cuda":
-            targets = targets.pin_memory().to(device, non_blocking=True)
+        targets = to_device(self.targets[torch.from_numpy(indices)], device)
         logits = model(batch, dropout_seed).float()
         if self.task.kind == "regression":
             return F.mse_loss(logits.squeeze(-1), targets)

@@ -29,6 +29,7 @@ from maelm_fast.errors import UserError
 from maelm_fast.finetuning.batches import update_order
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.encoders import TextEncoder
+from maelm_fast.finetuning.fingerprint import deciding
 from maelm_fast.finetuning.problem import Evaluation, Problem, autocast
 from maelm_fast.philox import fold_seed
 from maelm_fast.training.checkpoint import load_optimizer, optimizer_tensors
@@ -425,9 +426,3 @@ def _out_of_memory(error: Exception, tokens: int) -> Exception:
             f"same)"
         )
     return error
-
-
-def deciding(config: FinetuneConfig) -> dict[str, Any]:
-    """The fields that decide a result: not those that only change where and how fast."""
-    values: dict[str, Any] = to_dict(config)
-    return {key: value for key, value in values.items() if key not in ("device", "precision", "micro_batch_tokens")}

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from maelm_fast.batch import Layout
 from maelm_fast.config import require
-from maelm_fast.finetuning.batches import evaluation_batches, token_batch
+from maelm_fast.finetuning.batches import evaluation_batches, to_device, token_batch
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.decoding import decode, error_examples, gold_texts
 from maelm_fast.finetuning.encoders import TextEncoder
@@ -64,10 +64,11 @@ class SpanProblem:
     def __init__(self, data: TaskData, encoder: TextEncoder, config: FinetuneConfig) -> None:
         self.data, self.answer_length = data, config.answer_length
         size = min(config.max_length, encoder.max_length)
+        stride = min(config.stride, max(size // 3, 1))  # ours, for small models: 128 fits windows of 384 and more
 
         def cut(examples: Any) -> Windows:
             assert isinstance(examples, SpanExamples)
-            return cut_windows(examples, encoder.tokenizer, size, config.stride, config.question_length)
+            return cut_windows(examples, encoder.tokenizer, size, stride, config.question_length)
 
         self.train = cut(data.train)
         self.validation = {name: cut(split) for name, split in data.validation.items()}
@@ -75,6 +76,7 @@ class SpanProblem:
         self.validation_inputs = concatenated([windows.inputs for windows in self.validation.values()])
         self.truncation: dict[str, Any] = {
             "max_length": size,
+            "stride": stride,
             **{name: windows.report() for name, windows in {"train": self.train, **self.validation}.items()},
         }
         answers = self.train.examples.answers
@@ -91,8 +93,8 @@ class SpanProblem:
         self, model: nn.Module, indices: NDArray[np.int64], device: torch.device, dropout_seed: Tensor | int | None
     ) -> Tensor:
         batch = token_batch(self.train.inputs, indices).to(device)
-        legal = _to(torch.from_numpy(legal_rows(self.train, indices)), device)
-        targets = _to(torch.from_numpy(self.train.targets[indices]), device)
+        legal = to_device(torch.from_numpy(legal_rows(self.train, indices)), device)
+        targets = to_device(torch.from_numpy(self.train.targets[indices]), device)
         return span_loss(model(batch, dropout_seed), batch.layout, legal, targets)
 
     def evaluate(self, model: nn.Module, device: torch.device, precision: str) -> Evaluation:
@@ -148,8 +150,3 @@ def predict_spans(model: nn.Module, windows: Windows, device: torch.device, prec
         "the model's outputs are not finite: try a lower --lr, or --precision fp32",
     )
     return logits
-
-
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Without waiting for a GPU."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

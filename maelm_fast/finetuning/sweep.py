@@ -31,12 +31,12 @@ from typing import Any
 
 import torch
 
-from maelm_fast.config import require, to_dict
+from maelm_fast.config import require
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.encoders import Engine, load_encoder
 from maelm_fast.finetuning.examples import TaskData
-from maelm_fast.finetuning.fingerprint import data_fingerprint, digest, model_fingerprint, resolve_step
+from maelm_fast.finetuning.fingerprint import data_fingerprint, deciding, digest, model_fingerprint, resolve_step
 from maelm_fast.finetuning.grids import Cell, Grid
 from maelm_fast.finetuning.problem import Problem, make_problem
 from maelm_fast.finetuning.run import Stopped, train
@@ -47,8 +47,6 @@ from maelm_fast.training.stop import StopSignals
 log = logging.getLogger(__name__)
 
 STAGE = "finetuning"
-NOT_DECIDING = ("device", "micro_batch_tokens")
-"""Fields of FinetuneConfig that change where and how fast a run runs, not what comes of it."""
 _POLL_SECONDS = 1.0  # while other processes work on all that is left
 
 
@@ -119,9 +117,10 @@ class Sweep:
 
     def _run(self, model: Model, search: Search, cell: Cell, seed: int) -> Run:
         config = replace(cell.config, seed=seed)
-        science = {name: value for name, value in to_dict(config).items() if name not in NOT_DECIDING}
         engine = "packed" if RunDir(model.path).exists else self.engine
-        key = digest(search.data.task.name, science, model.fingerprint, model.random_init, engine, search.fingerprint)
+        key = digest(
+            search.data.task.name, deciding(config), model.fingerprint, model.random_init, engine, search.fingerprint
+        )
         return Run(model, search, cell, config, key)
 
 

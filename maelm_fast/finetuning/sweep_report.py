@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from maelm_fast.analysis.plots import COLOURS, MARKERS, figure_of, grid, require_matplotlib, save
-from maelm_fast.config import to_dict
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
+from maelm_fast.finetuning.fingerprint import deciding
 from maelm_fast.finetuning.grids import Cell, shown
-from maelm_fast.finetuning.sweep import NOT_DECIDING, Done, Model, Run, Search, Sweep, read_done
+from maelm_fast.finetuning.sweep import Done, Model, Run, Search, Sweep, read_done
 from maelm_fast.finetuning.tasks import TASKS
 from maelm_fast.training.files import write_json, write_text
 from maelm_fast.training.ledger import lock
@@ -155,7 +155,8 @@ def best_json(sweep: Sweep, done: Done) -> dict[str, Any]:
 
 def _best_entry(best: Best) -> dict[str, Any]:
     task, model = best.search.data.task, best.model
-    config = {name: value for name, value in to_dict(best.cell.config).items() if name not in ("seed", *NOT_DECIDING)}
+    config = deciding(best.cell.config)
+    del config["seed"]
     medians = {
         split: {
             metric: statistics.median(values) for metric in task.metrics if (values := best.over_seeds(split, metric))

@@ -99,8 +99,8 @@ def test_a_key_is_what_decides_the_result() -> None:
 
     usual = keys()
     assert keys() == usual
-    assert keys(base=FinetuneConfig(device="cpu", micro_batch_tokens=100)) == usual
-    assert not keys(base=FinetuneConfig(precision="fp32")) & usual
+    assert keys(base=FinetuneConfig(device="cpu", precision="fp32", micro_batch_tokens=100)) == usual
+    assert not keys(base=FinetuneConfig(dropout=0.2)) & usual
     assert not keys(engine="packed") & usual
     assert keys(seeds=2) < usual
     assert keys(budget=2) < usual

@@ -26,7 +26,7 @@ from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.encoders import Engine, TextEncoder, load_encoder
 from maelm_fast.finetuning.examples import Examples, TaskData
-from maelm_fast.finetuning.fingerprint import data_fingerprint, digest
+from maelm_fast.finetuning.fingerprint import data_fingerprint, deciding, digest
 from maelm_fast.finetuning.problem import SentenceProblem
 from maelm_fast.finetuning.prompting.cloze import ClozeProblem
 from maelm_fast.finetuning.prompting.fewshot import FewShotConfig, draw, few_shot
@@ -118,9 +118,9 @@ class Unit:
         plan = self.plan
         engine = engine_of(plan, self.model)
         decides: list[Any] = [self.mode, self.model.fingerprint, engine, self.question.fingerprint]
-        science = {name: value for name, value in to_dict(plan.base).items() if name != "device"}
+        science = deciding(plan.base)
         if self.mode == "zero-shot":
-            science = {name: science[name] for name in ("max_length", "precision")}
+            science = {name: science[name] for name in ("max_length",)}
         else:
             decides += [to_dict(plan.few), self.seed]
         if self.mode != "head":
