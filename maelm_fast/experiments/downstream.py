@@ -191,9 +191,10 @@ def assumed_tasks(names: Sequence[str], amount: Downstream) -> Found:
     sizes = {}
     for task in found:
         train, *validation = (examples for _, examples in task.official)
+        train_limit, validation_limit = amount.limits(task)
         sizes[task.name] = Size(
-            min(train, amount.train_limit or train),
-            sum(min(examples, amount.validation_limit or examples) for examples in validation),
+            min(train, train_limit or train),
+            sum(min(examples, validation_limit or examples) for examples in validation),
             _TEXT_BYTES[task.name],
         )
     return Found("none given, official sizes assumed", found, sizes)
@@ -209,8 +210,9 @@ def _limited(data: TaskData, amount: Downstream) -> TaskData:
         notes.append(f"{name}: {limit:,} of its {len(split):,} examples, a fixed random choice")
         return split.take(np.sort(permutation(np.arange(limit), len(split), _SUBSET_SEED, 0)))
 
-    train = part("train", data.train, amount.train_limit)
-    validation = {name: part(name, split, amount.validation_limit) for name, split in data.validation.items()}
+    train_limit, validation_limit = amount.limits(data.task)
+    train = part("train", data.train, train_limit)
+    validation = {name: part(name, split, validation_limit) for name, split in data.validation.items()}
     return TaskData(data.task, train, validation, tuple(notes))
 
 

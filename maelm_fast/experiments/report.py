@@ -251,7 +251,7 @@ def _downstream_differs(results: Results) -> list[str]:
     lines = []
     if amount.train_limit or amount.validation_limit:
         lines.append(f"At most {amount.train_limit:,} training and {amount.validation_limit:,} validation examples of "
-                     f"a task: see Tasks.")  # fmt: skip
+                     f"a task, half as many of SQuAD: see Tasks.")  # fmt: skip
     if plan.experiment.use == "prompting":
         few = amount.few
         lines.append(f"Few-shot: {few.shots} examples per label, {amount.draws} draws, {few.steps:,} updates, learning "

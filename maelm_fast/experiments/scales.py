@@ -14,6 +14,7 @@ from maelm_fast.errors import UserError
 from maelm_fast.finetuning import grids
 from maelm_fast.finetuning.grids import Grid, Values
 from maelm_fast.finetuning.prompting.fewshot import GRID_BATCH_SIZES, GRID_LRS, SPLIT_SEEDS, FewShotConfig
+from maelm_fast.finetuning.tasks import Task
 
 _SHORT: Values = {"max_length": (128,)}  # tokens; a model with fewer positions takes fewer
 
@@ -50,13 +51,20 @@ class Downstream:
     seeds: int
     """Of fine-tuning, for each pretrained model."""
     train_limit: int | None = None
-    """Training examples of a task at most, a fixed pseudo-random subset."""
+    """Training examples of a task at most, a fixed pseudo-random subset; of SQuAD, whose inputs are long, half as
+    many."""
     validation_limit: int | None = None
     """Likewise of each validation split."""
     few: FewShotConfig = field(default_factory=FewShotConfig)
     """Of few-shot prompting; the default is Gao et al.'s."""
     draws: int = len(SPLIT_SEEDS)
     """Of few-shot examples."""
+
+    def limits(self, task: Task) -> tuple[int | None, int | None]:
+        """Training examples, and examples of each validation split."""
+        train, validation = self.train_limit, self.validation_limit
+        share = 2 if task.kind == "spans" else 1
+        return train and train // share, validation and validation // share
 
 
 @dataclass(frozen=True)
