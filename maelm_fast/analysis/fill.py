@@ -36,13 +36,13 @@ def fill(run: LoadedRun, texts: list[str], top: int = 5) -> list[list[list[Candi
     """For each text and each <mask> in it, in order, the `top` likeliest tokens, best first.
 
     Every <mask> is predicted with the others still masked. All texts go through the model together. The encoder reads
-    <mask> if it always did in pretraining. Raises UserError, naming the text, if one is empty, without <mask>, or
-    longer than the model's position table, and for a model that was pretrained without <mask>."""
+    <mask> if it read at least half of them in pretraining. Raises UserError, naming the text, if one is empty, without
+    <mask>, or longer than the model's position table, and for a model that was pretrained without <mask>."""
     require(top > 0, f"top must be positive, not {top}")
     masking = run.config.masking
     require(masking.policy != "random", "this model was pretrained with random tokens in the place of <mask>")
     sequences = _sequences(run, texts)
-    batch = pack_masked(sequences, run.vocabulary, run.model.encoder_sees_mask or masking.shown == 1.0)
+    batch = pack_masked(sequences, run.vocabulary, run.encoder_reads_mask)
     batch = batch.to(run.model.encoder.token_table.device)
     probabilities = run.model.logits(batch).float().softmax(dim=-1)
     best = probabilities.topk(min(top, probabilities.shape[-1]), dim=-1)

@@ -112,6 +112,12 @@ class LoadedRun:
     record: RunRecord
     step: int
 
+    @property
+    def encoder_reads_mask(self) -> bool:
+        """Whether the [MASK] of a text to be filled in goes into the encoder: if at least half of them did in
+        pretraining (ours: between none, MAE-LM, and all, MLM, the paper fills nothing in)."""
+        return self.model.encoder_sees_mask or self.config.masking.shown >= 0.5
+
 
 def load_run(path: str | Path, step: int | None = None) -> LoadedRun:
     """The model of a run's newest whole checkpoint, or of the given step. Raises UserError with the remedy."""

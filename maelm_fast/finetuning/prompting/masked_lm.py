@@ -185,8 +185,7 @@ def _of_run(path: Path, step: int | None, dropout: float) -> PackedMaskedLm:
     )
     network = MaeLm(replace(run.config.model, dropout=dropout), run.vocabulary.mask_id)
     network.load_state_dict(run.model.state_dict())
-    sees_mask = network.encoder_sees_mask or masking.shown >= 0.5
-    return PackedMaskedLm(network.eval(), TextTokenizer.of_run(run.tokenizer), name, run.step, sees_mask)
+    return PackedMaskedLm(network.eval(), TextTokenizer.of_run(run.tokenizer), name, run.step, run.encoder_reads_mask)
 
 
 def _of_checkpoint(path: Path, dropout: float) -> PackedMaskedLm:
