@@ -22,24 +22,24 @@ import torch
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import ModelConfig, require
 from maelm_fast.model.maelm import MaeLm
+from maelm_fast.ops.backends import native
 from maelm_fast.ops.masked_cross_entropy import LOGITS_BYTES
 from maelm_fast.ops.reference.mask_and_pack import count_of
 
 Pairs = list[tuple[int, int]]  # each sequence's queries and keys
 SINGLE = 4  # bytes of a parameter, a gradient, a row's statistic
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GELU_GROUP = 64  # rows whose bias gradient one program of kernels/feed_forward.py sums
-SDPA_QUERIES = 64  # that PyTorch's attention on a CPU takes at a time
 
 
 class Product(NamedTuple):
     """A matrix product with an (m, n) result, contracted over k. How its operands lie: forward (m, k) (n, k)^T,
-    grad_input (m, k) (k, n), grad_weight (k, m)^T (k, n); with batch > 0, that many such products in one call."""
+    grad_input (m, k) (k, n), grad_weight (k, m)^T (k, n)."""
 
     layout: str
     m: int
     n: int
     k: int
-    batch: int = 0
 
 
 class Scores(NamedTuple):
@@ -54,10 +54,30 @@ class Scores(NamedTuple):
     dropout: bool
 
 
+class Attention(NamedTuple):
+    """The compiled attention of a CPU (csrc/ops/attention.cpp) on sequences of this shape, whose elements are the pairs
+    of query and key over all heads. direction: fwd or bwd. queries, keys: of a sequence, at some of its positions."""
+
+    direction: str
+    queries: int
+    keys: int
+    positions: int
+    heads: int
+    head_dim: int
+    bias: bool
+    dropout: bool
+
+    def __str__(self) -> str:
+        return (
+            f"attention {self.direction} of {self.queries} queries and {self.keys} keys at {self.positions} positions, "
+            f"{self.heads} x {self.head_dim}" + ", bias" * self.bias + ", dropout" * self.dropout
+        )
+
+
 class Elements(NamedTuple):
     """`number` elements that a function costs more than their bytes, on a CPU."""
 
-    function: str
+    function: str | Attention
     number: int
 
 
@@ -104,7 +124,8 @@ def masked_lengths(config: ModelConfig, original: Sequence[int], rate: float) ->
 @dataclass(frozen=True)
 class Step:
     """What is counted. device: cuda or cpu, which decides the backends; precision: bf16 (autocast) or fp32. Raises
-    UserError for the decoders of the ablations, which are not counted."""
+    UserError for the decoders of the ablations, and on a CPU where the compiled attention cannot run, which are not
+    counted."""
 
     config: ModelConfig
     lengths: Lengths
@@ -119,10 +140,14 @@ class Step:
         own = c if c.decoder == "none" else c.decoder_config
         same = (own.hidden_size, own.num_heads) == (c.hidden_size, c.num_heads)
         require(same, "a decoder of another width or other heads than the encoder's is not counted")
+        if self.device == "cpu":
+            q = torch.empty(0, c.num_heads, c.head_dim, dtype=DTYPES[self.precision])
+            reasons = "; ".join(native.reasons(q, q, q))
+            require(not reasons, f"a CPU's step is counted with the compiled attention only: {reasons}")
 
     @property
     def itemsize(self) -> int:
-        return 2 if self.precision == "bf16" else 4
+        return DTYPES[self.precision].itemsize
 
 
 @functools.cache
@@ -208,8 +233,6 @@ class _Counter:
         d = self.d
         yield from self.linear(part, "qkv", times, n, d, 3 * d)
         yield from self.attention(part, times, n, n, pairs, dropout, bias)
-        if bias and not self.cuda:
-            yield from self.written_out_bias(part, times, pairs)
         moved = 3 * n * d * self.a
         yield Cost(part, "gradients of q, k, v side by side", "backward", "other", moved, moved, launches=times)
         yield from self.rest_of_block(part, times, n, dropout)
@@ -231,8 +254,6 @@ class _Counter:
         # of the slices of one weight: each one's gradient put into zeros, then added
         yield Cost(part, "gradients of weight slices", "backward", "other", 3 * whole, 4 * whole, launches=times)
         yield from self.attention(part, times, m, n, pairs, dropout, bias)
-        if bias and not self.cuda:
-            yield from self.written_out_bias(part, times, pairs)
         moved = 2 * n * d * a
         yield Cost(part, "gradients of q, k, v side by side", "backward", "other", moved, moved, launches=times)
         yield from self.rest_of_block(part, times, m, dropout)
@@ -296,15 +317,18 @@ class _Counter:
         heads, dim = self.step.config.num_heads, self.step.config.head_dim
         scores = heads * sum(q * k for q, k in pairs)
         q, k, lse = m * self.d * self.a, n * self.d * self.a, heads * m * SINGLE
-        if not self.cuda:
-            yield from self.attention_on_cpu(part, times, pairs, scores, q, k, dropout, bias)
-            return
         step = 2 * scores * dim  # FLOPs of one product; the model's are two forward and four backward
 
         def kernel(name: str, op: str, phase: str, products: int, model: int, read: int, written: int) -> Cost:
-            work = Scores(name, scores, dim, bias, dropout)
+            work: Scores | Elements = Scores(name, scores, dim, bias, dropout)
+            if not self.cuda:
+                work = Elements(Attention(name, *self.mean_lengths(pairs), heads, dim, bias, dropout), scores)
             return Cost(part, op, phase, "attention", read, written, products * step, model * step, times, work)
 
+        if not self.cuda:
+            yield kernel("fwd", "attention fwd", "forward", 2, 2, q + 2 * k, q + lse)
+            yield kernel("bwd", "attention bwd", "backward", 5, 4, 2 * q + 2 * k + lse, q + 2 * k)
+            return
         ours = bias or dropout
         yield kernel("fwd" if ours else "varlen_fwd", "attention fwd", "forward", 2, 2, q + 2 * k, q + lse)
         if ours:
@@ -313,63 +337,11 @@ class _Counter:
         else:
             yield kernel("varlen_bwd", "attention bwd", "backward", 5, 4, 3 * q + 2 * k + lse, q + 2 * k)
 
-    def attention_on_cpu(
-        self,
-        part: str,
-        times: int,
-        pairs: Pairs,
-        scores: int,
-        q: int,
-        k: int,
-        dropout: bool,
-        bias: bool,
-    ) -> Iterator[Cost]:
-        """ops/backends/grouped.py: two products forward, five backward; functions of the scores, which stay in the
-        cache. With bias or dropout q, k, v and the output are copied heads first; else it is PyTorch's attention."""
-        heads, dim = self.step.config.num_heads, self.step.config.head_dim
-        flops = 2 * scores * dim
-        used = [pair for pair in pairs if min(pair) > 0] or [(1, 1)]
-        lq, lk = (round(sum(x) / len(used)) for x in zip(*used, strict=True))
-        chunked = dropout or bias
-        if not chunked:
-            lq = min(lq, SDPA_QUERIES)
-        written_out = scores * SINGLE * bias
-        for phase, model, products in (
-            ("forward", 2, {"scores": 1, "weighted": 1}),
-            ("backward", 4, {"scores": 2, "weighted": 1, "transposed": 2}),
-        ):
-            op = "attention fwd" if phase == "forward" else "attention bwd"
-            left = model
-            for layout, number in products.items():
-                shape = {"scores": (lq, lk, dim), "weighted": (lq, dim, lk), "transposed": (lk, dim, lq)}[layout]
-                credited = min(number, left)
-                left -= credited
-                yield Cost(
-                    part, f"{op}: products", phase, "attention", 0, 0, number * flops, credited * flops, times,
-                    Product(layout, *shape, batch=heads),
-                )  # fmt: skip
-            backward = phase == "backward"
-            rows = 3 * q + 2 * k + (q + 2 * k) if backward else 2 * q + 2 * k
-            yield Cost(
-                part, f"{op}: rows and bias", phase, "attention", rows * (2 if chunked else 1) + written_out,
-                written_out * backward, launches=times,
-            )  # fmt: skip
-            passes = bias + dropout * (2 if backward else 1) + (bias if backward else 0)
-            functions = {"softmax": 1, "softmax_backward": int(backward), "multiply": passes, "dropout": int(dropout)}
-            for function, number in functions.items():
-                if number:
-                    yield Cost(part, f"{op}: {function}", phase, "attention", 0, 0, launches=times,
-                               work=Elements(function, number * scores))  # fmt: skip
-
-    def written_out_bias(self, part: str, times: int, pairs: Pairs) -> Iterator[Cost]:
-        """Made once for layers that share a layout; their gradients are added, then summed in double precision by
-        distance."""
-        heads = self.step.config.num_heads
-        distances = sum(q * k for q, k in pairs)
-        scores, index = heads * distances, 8 * distances
-        yield Cost(part, "bias written out", "forward", "attention", index, scores * SINGLE)
-        yield self.addition(part, "gradient sums of the bias", scores, SINGLE, times - 1, "attention")
-        yield Cost(part, "bias summed", "backward", "attention", scores * (SINGLE + 8) + heads * index, scores * 8)
+    def mean_lengths(self, pairs: Pairs) -> tuple[int, int, int]:
+        """Queries, keys and positions of a sequence, of those that have pairs."""
+        used = [(q, k, n) for (q, k), n in zip(pairs, self.step.lengths.original, strict=True) if q * k] or [(1, 1, 1)]
+        queries, keys, positions = (round(sum(x) / len(used)) for x in zip(*used, strict=True))
+        return queries, keys, positions
 
     # head, loss, update
 
@@ -468,26 +440,10 @@ class _Saved:
             self.keep("statistics of norms", 2 * m * SINGLE)
             for _ in range(c.decoder_layers):
                 self.sliced_block(m, n, memory=True)
-        if step.device == "cpu":
-            self.written_out_biases()
         # head: the decoder's output, dense's output, the norm's input, the gradients that the loss has made
         self.weights(self.d * self.d)
         self.keep("head", m * self.d * (2 * self.a + SINGLE) + 2 * m * SINGLE)
         self.keep("gradients made by the loss", m * self.d * self.a + c.table_size * (self.d + 1) * SINGLE)
-
-    def written_out_biases(self) -> None:
-        """ops/backends/grouped.py: the bias of every pair, and its distance, once for each layout."""
-        c, lengths = self.step.config, self.step.lengths
-        layouts = []
-        if c.relative_bias != "none":
-            layouts.append((lengths.encoder, lengths.encoder))
-            layouts += [(lengths.masked, lengths.encoder)] if c.decoder == "none" else []
-        if c.decoder_relative_bias:
-            keys = lengths.original if c.decoder == "self" else lengths.encoder
-            layouts.append((lengths.masked, keys))
-            layouts += [(keys, keys)] if c.decoder == "self" and c.decoder_layers > 1 else []
-        for layout in layouts:
-            self.keep("bias written out", sum(q * k for q, k in _pairs(*layout)) * (c.num_heads * SINGLE + 8))
 
     def keep(self, name: str, size: int) -> None:
         self.kept[name] = self.kept.get(name, 0) + size

@@ -11,7 +11,8 @@ stand behind is called a projection. Where a step of the same model and setting 
 
 Attention on a GPU: PyTorch's or flash-attn's kernels at the rate that was observed for them; ours by the slowest of
 matrix units, exponentials and instruction slots, counted in kernels/README.md for 435 kept of 512 positions, and of
-that the share which FlashAttention-2 reaches of such a limit.
+that the share which FlashAttention-2 reaches of such a limit. On a CPU: the compiled one (csrc/ops/attention.cpp) at
+the rate measured on sequences of that very shape; where it cannot run (no extension, bf16) there is no prediction.
 """
 
 from __future__ import annotations
@@ -132,8 +133,10 @@ class Device:
             limits["products"] = cost.flops / self.product_rate(work)
         elif isinstance(work, Elements) and self.measured:
             if work.function not in self.measured.functions:
-                raise UserError(f"no measured rate of {work.function}; run --measure with the same dropout and bias")
-            limits[work.function] = work.number / self.measured.functions[work.function]
+                settings = "--models, --seq, --rate, --dropout and --bias"
+                raise UserError(f"no measured rate of {work.function}; run --measure with the same {settings}")
+            name = work.function if isinstance(work.function, str) else "measured attention rate"
+            limits[name] = work.number / self.measured.functions[work.function]
         elif isinstance(work, Scores) and self.card:
             limits |= attention_limits(work, cost.flops, self.card)
         limit = max(limits, key=lambda name: limits[name])
@@ -154,8 +157,12 @@ class Device:
                 fresh, in_place = (rate / GIGABYTE for rate in (self.measured.fresh, self.measured.in_place))
                 yield "fresh memory", f"{fresh:.4g} GB/s, for results above 32 MiB", MEASURED
                 yield "bytes in place", f"{in_place:.4g} GB/s, for the optimiser", MEASURED
-            for name, rate in self.measured.functions.items():
-                yield name, f"{rate / 1e9:.3g} billion elements/s in cache", MEASURED
+            functions = self.measured.functions
+            for name in functions:
+                if isinstance(name, str):
+                    yield name, f"{functions[name] / 1e9:.3g} billion elements/s in cache", MEASURED
+            if pairs := [functions[name] / 1e6 for name in functions if not isinstance(name, str)]:
+                yield "attention", f"{min(pairs):.3g} to {max(pairs):.3g} million pairs/s, by shape", MEASURED
         elif self.card:
             yield "products", f"{self.card.peak / 1e12:.0f} TFLOP/s, data sheet", PRODUCTS[self.name]
             yield "copy", f"{self.card.bandwidth / GIGABYTE:.0f} GB/s, data sheet", COPY[self.name]
@@ -415,7 +422,8 @@ def run_measure(options: argparse.Namespace) -> None:
     costs = [cost for _, step in todo for cost in count(step)]
     rows = ceilings.measure(costs, todo[0][1].precision, kind, options.rounds or ROUNDS[kind])
     print(f"{rows[0]['device']}, {rows[0]['threads']} threads, load {rows[0]['load']}, commit {rows[0]['commit']}; "
-          f"{rows[0]['rounds']} rounds, median [quartiles] of FLOP/s, bytes/s or elements/s, in billions")  # fmt: skip
+          f"{rows[0]['rounds']} rounds, median [quartiles] of FLOP/s, bytes/s, elements/s or pairs/s, "
+          "in billions")  # fmt: skip
     for row in rows:
         what = row["shape"] if isinstance(row["shape"], str) else " ".join(map(str, row["shape"] or ()))
         rate = {name: value / 1e9 for name, value in row["per_s"].items()}
@@ -431,9 +439,15 @@ def run_predict(options: argparse.Namespace) -> None:
     rows = []
     for name in names_of(options.device):
         kind = "cpu" if name == "cpu" else "cuda"
-        device = device_of(name, options.precision or PRECISION[kind], options.ceilings)
+        try:
+            device = device_of(name, options.precision or PRECISION[kind], options.ceilings)
+            predictions = [predict(model, step, device) for model, step in steps(options, kind)]
+        except UserError as error:
+            if kind == "cuda" or options.device:
+                raise
+            print(f"cpu, not predicted: {error}")
+            continue
         print("\n".join(introduction(device)))
-        predictions = [predict(model, step, device) for model, step in steps(options, kind)]
         for prediction in predictions:
             row = measured_row(prediction, options.rate, paths)
             print("\n".join(report(prediction, row, options.by)))
@@ -448,7 +462,7 @@ def run_predict(options: argparse.Namespace) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=[*CARDS, "cpu"], help="default: a100, h200, and cpu if it was measured; "
+    parser.add_argument("--device", choices=[*CARDS, "cpu"], help="default: a100, h200, and cpu if it was measured so; "
                         "with --measure: cuda, or cpu if named")  # fmt: skip
     parser.add_argument("--models", default="base,base_cross,roberta_base", help="presets, separated by commas")
     parser.add_argument("--batch", type=int, help="sequences; default 256, on a CPU 4")

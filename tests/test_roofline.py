@@ -40,12 +40,18 @@ ROW = {
 }  # fmt: skip
 
 
+def needs_compiled_attention() -> None:
+    if not native.has("attention", "cpu"):
+        pytest.skip("without the extension a CPU's step uses another attention, which is not counted")
+
+
 class Recorder(TorchDispatchMode):
-    """Bytes of the tensors that each operator is given and returns, and FLOPs of the products."""
+    """Calls of each operator, bytes of the tensors that it is given and returns, and FLOPs of the products."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
         self.flops = 0
 
     def __torch_dispatch__(
@@ -54,6 +60,7 @@ class Recorder(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         name = function.__name__.split(".")[0]
+        self.calls[name] += 1
         self.bytes[name] += sum(x.nbytes for x in [*given, *(x for x in tree_leaves(out) if isinstance(x, Tensor))])
         if name in ("mm", "addmm"):
             (m, k), n = given[-2].shape, given[-1].shape[1]
@@ -72,6 +79,10 @@ def traced(config: ModelConfig, original: tuple[int, ...], on: str) -> tuple[Ste
     whose tensors are fake."""
     if on != "cpu" and not dispatch.interpreted():
         pytest.skip("on the CPU the kernels' path is open to the interpreter only")
+    if on == "cpu":
+        needs_compiled_attention()
+    elif config.decoder != "none" and not native.has("scatter_to_decoder", "cpu"):
+        pytest.skip("without the extension scatter_to_decoder, which has no Triton kernel, is several operators")
     draw = np.random.default_rng(0)
     rows = [draw.integers(5, config.vocab_size - 1, n) for n in original]
     every = np.arange(len(rows))
@@ -110,9 +121,12 @@ def total(step: Step, wanted: Callable[[Cost], bool]) -> int:
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_model_flops_are_those_of_the_package(name: str, original: tuple[int, ...], device: str, bias: bool) -> None:
+    if device == "cpu":
+        needs_compiled_attention()
     config = of(name, 0.1 if bias else 0.0, bias)
     lengths = cost.masked_lengths(config, original, 0.15)
-    costs = cost.count(Step(config, lengths, device=device))
+    step = Step(config, lengths, "fp32" if device == "cpu" else "bf16", device)
+    costs = cost.count(step)
     assert sum(c.model_flops * c.launches for c in costs) == training_flops(config, *lengths)
     assert sum(c.flops * c.launches for c in costs) > training_flops(config, *lengths)
 
@@ -121,8 +135,6 @@ def test_model_flops_are_those_of_the_package(name: str, original: tuple[int, ..
 @pytest.mark.parametrize("on", ["cpu", "bf16"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_bytes_of_row_kernels_are_those_of_their_tensors(name: str, on: str, dropout: float) -> None:
-    if on == "cpu" and not all(native.has(op, "cpu") for op in ("add_norm", "embed_packed", "scatter_to_decoder")):
-        pytest.skip("without the extension these are several operators")
     step, recorder, _ = traced(of(name, dropout, dropout > 0), FULL, on)
     for op in ("embed_packed", "add_norm", "scatter_to_decoder"):
         for phase, suffix in (("forward", "fwd"), ("backward", "bwd")):
@@ -131,6 +143,21 @@ def test_bytes_of_row_kernels_are_those_of_their_tensors(name: str, on: str, dro
             if op == "scatter_to_decoder" and name == "tiny_cross":  # whose masked slots read no encoder row
                 seen -= sum(step.lengths.encoder) * step.config.hidden_size * step.itemsize
             assert total(step, lambda c, op=op, phase=phase: (c.op, c.phase) == (op, phase)) == seen, (op, phase)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("original", [FULL, MIXED], ids=["full", "mixed"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_attention_on_a_cpu_is_that_of_a_step(name: str, original: tuple[int, ...], bias: bool) -> None:
+    """Two operators a layer; bytes within 2%, since positions, starts and the bias by distance are left out."""
+    config = of(name, 0.1 if bias else 0.0, bias)
+    step, recorder, _ = traced(config, original, "cpu")
+    layers = config.num_layers + (0 if config.decoder == "none" else config.decoder_layers)
+    for phase, suffix in (("forward", "fwd"), ("backward", "bwd")):
+        counted = [c for c in cost.count(step) if (c.kind, c.phase) == ("attention", phase)]
+        assert sum(c.launches for c in counted) == recorder.calls[f"attention_native_{suffix}"] == layers
+        seen = recorder.bytes[f"attention_native_{suffix}"]
+        assert sum(c.bytes * c.launches for c in counted) == pytest.approx(seen, rel=0.02)
 
 
 def test_bytes_of_gelu_are_those_of_its_tensors() -> None:
@@ -259,41 +286,101 @@ def test_measured_steps_stand_beside(capsys: pytest.CaptureFixture[str], tmp_pat
     assert f"{1000 * 256 * 512 / 500e3 / len(CLASSES):.2f}" in gemm_line
 
 
-def test_measured_ceilings(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small operands, each call once, as if it took a millisecond."""
     monkeypatch.setitem(ceilings.SQUARE, "cpu", 64)
     monkeypatch.setitem(ceilings.COPY_BYTES, "cpu", 1 << 20)
+    monkeypatch.setattr(ceilings, "ATTENTION_BYTES", 1 << 18)
     monkeypatch.setattr(ceilings, "turns", lambda calls, device, rounds: [[1e-3 for _ in [call()]] for call in calls])
+
+
+TINY = ("--batch", "2", "--seq", "64", "--dropout", "0.1", "--bias")
+
+
+@pytest.mark.usefixtures("quick")
+def test_measured_ceilings(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    needs_compiled_attention()
     path, nothing = tmp_path / "ceilings_cpu.jsonl", tmp_path / "train_step_cpu.jsonl"
     nothing.write_text("")
-    step = (
-        "--device",
-        "cpu",
-        "--models",
-        "tiny,tiny_cross",
-        "--batch",
-        "2",
-        "--seq",
-        "64",
-        "--dropout",
-        "0.1",
-        "--bias",
-    )
-    assert "softmax_backward" in table_of(capsys, *step, "--measure", "--rounds", "1", "--out", str(path))
+    step = ("--device", "cpu", "--models", "tiny,tiny_cross", *TINY)
+    printed = table_of(capsys, *step, "--measure", "--rounds", "1", "--out", str(path))
+    assert "attention bwd 54 54 64 4 32 True True" in printed
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert len({json.dumps([row["ceiling"], row["shape"]]) for row in rows}) == len(rows)
-    with path.open("a") as file:  # a newer copy counts
-        file.write(json.dumps(rows[-1] | {"ceiling": "copy", "shape": None, "per_s": {"median": 1e9}}) + "\n")
-    printed = table_of(capsys, *step, "--ceilings", str(path), "--measured", str(nothing))
+    newer = [{"ceiling": "copy", "shape": None, "per_s": {"median": 1e9}}]
+    newer += [row | {"per_s": {"median": 1e6}} for row in rows if row["ceiling"] == "attention"]
+    older = [{"ceiling": "function", "shape": "dropout"}, {"ceiling": "product", "shape": ["scores", 64, 64, 32, 4]}]
+    path.write_text("".join(json.dumps(rows[-1] | row) + "\n" for row in [*older, *rows, *newer]))
+    out = tmp_path / "roofline_cpu.jsonl"
+    files = ("--ceilings", str(path), "--measured", str(nothing))
+    printed = table_of(capsys, *step, *files, "--out", str(out))
     assert "1 GB/s, a copy" in printed
+    assert "1 to 1 million pairs/s" in printed
     assert "projection" not in printed
+    assert "\n  dropout " not in printed
     assert "not measured at this shape" not in printed
-    assert "not measured at this shape" in table_of(
-        capsys, *step[:-3], "--batch", "3", "--ceilings", str(path), "--measured", str(nothing), *step[-3:]
-    )
+    # three layers of 54 of 64 tokens and one of the 10 others, each forward and backward
+    pairs = 2 * 2 * 4 * (3 * 54 * 54 + 10 * 64)
+    assert json.loads(out.read_text().splitlines()[0])["ms"]["attention"] == pytest.approx(pairs / 1e3)
+    assert "not measured at this shape" in table_of(capsys, *step, "--batch", "3", *files)
     found = ceilings.load(path, "fp32")
     assert found is not None
-    product = next(iter(found.products))
+    product = next(p for p in found.products if p.layout == "forward")
     assert found.rate(product._replace(m=product.m + 1)) == found.rate(product)
+
+
+@pytest.mark.usefixtures("quick")
+def test_attention_of_another_shape_has_to_be_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    needs_compiled_attention()
+    monkeypatch.setattr(roofline, "RESULTS", tmp_path)
+    path = tmp_path / "ceilings_cpu.jsonl"
+    table_of(capsys, "--device", "cpu", "--models", "tiny", *TINY, "--measure", "--rounds", "1", "--out", str(path))
+    other = ("--models", "tiny", *TINY, "--seq", "32")
+    assert roofline.main(["--device", "cpu", *other]) == 2
+    error = capsys.readouterr().err
+    assert "no measured rate of attention fwd of 27 queries and 27 keys at 32 positions, 4 x 32, bias, dropout" in error
+    assert error.count("\n") == 1
+    printed = table_of(capsys, *other)
+    assert printed.count("projection: tiny") == 2
+    assert "cpu, not predicted: no measured rate of attention" in printed
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("extras", [False, True])
+def test_what_is_measured_of_attention(direction: str, extras: bool) -> None:
+    needs_compiled_attention()
+    shape = cost.Attention(direction, 10, 54, 64, 4, 32, extras, extras)
+    pairs, call = ceilings._attention(shape)
+    with Recorder() as recorder:
+        results = call()
+    assert recorder.calls == {f"attention_native_{direction}": 1}
+    rows = len(results[0])  # out, or the gradient of q
+    assert (rows % 10, pairs) == (0, rows * 4 * 54)
+    assert 4 * 32 * 4 * (rows + 2 * rows // 10 * 54) >= ceilings.ATTENTION_BYTES
+    if direction == "bwd":
+        assert [tuple(x.shape) for x in results[1:3]] == [(rows // 10 * 54, 4, 32)] * 2
+        assert bool(results[3].numel()) == extras
+
+
+def test_a_cpu_without_the_compiled_attention_is_not_counted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = ["--device", "cpu", "--models", "tiny", *TINY, "--measure"]
+    narrow = dataclasses.replace(of("tiny"), num_heads=16)
+    if native.has("attention", "cpu"):
+        assert roofline.main([*measure, "--precision", "bf16"]) == 2
+        assert "compiled attention only: dtype bfloat16" in capsys.readouterr().err
+        with pytest.raises(UserError, match="head_dim 8"):
+            Step(narrow, cost.masked_lengths(narrow, [64], 0.15), "fp32", "cpu")
+    monkeypatch.setattr(native, "has", lambda op, device: False)
+    assert roofline.main(measure) == 2
+    error = capsys.readouterr().err
+    assert "a CPU's step is counted with the compiled attention only: " in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -301,6 +388,10 @@ def test_measured_ceilings(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     [
         ("{", "line 1: not a row of ceilings"),
         ('{"ceiling": "product", "shape": [1]}', "line 1: not a row of ceilings"),
+        (
+            json.dumps(ROW | {"dtype": "fp32", "ceiling": "attention", "shape": ["fwd", 54], "per_s": {"median": 1.0}}),
+            "line 1: not a row of ceilings",
+        ),
         (json.dumps(ROW | {"dtype": "fp32", "ceiling": "speed", "shape": None, "per_s": {"median": 1.0}}), "line 1"),
         (
             json.dumps(ROW | {"dtype": "fp32", "ceiling": "copy", "shape": None, "per_s": {"median": 1.0}}),
