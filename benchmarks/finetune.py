@@ -45,7 +45,7 @@ from maelm_fast.errors import UserError
 from maelm_fast.export.huggingface import export
 from maelm_fast.finetuning.batches import token_batch
 from maelm_fast.finetuning.config import FinetuneConfig
-from maelm_fast.finetuning.encoders import PackedEncoder, load_encoder, padded, padded_places, seeded
+from maelm_fast.finetuning.encoders import PackedEncoder, load_encoder, padded, padded_places, seeded, set_dropout
 from maelm_fast.finetuning.examples import Examples, SpanExamples, TaskData, read_task
 from maelm_fast.finetuning.heads import SequenceModel
 from maelm_fast.finetuning.metrics import evaluate
@@ -152,14 +152,17 @@ class Comparison:
         return Outcome(result.examples_per_s, found)
 
     def _their_model(self, seed: int) -> Any:
-        from transformers import AutoModelForSequenceClassification
+        from transformers import AutoConfig, AutoModelForSequenceClassification
 
+        config = AutoConfig.from_pretrained(self.path, local_files_only=True)
+        set_dropout(self.path, config, self.config.dropout)
+        if hasattr(config, "classifier_dropout"):  # MPNet's head has the hidden layers' dropout
+            config.classifier_dropout = self.config.dropout
+        config.num_labels = self.data.task.outputs
         with seeded(seed), quiet():
             return AutoModelForSequenceClassification.from_pretrained(
-                self.path, num_labels=self.data.task.outputs, hidden_dropout_prob=self.config.dropout,
-                attention_probs_dropout_prob=self.config.dropout, classifier_dropout=self.config.dropout,
-                dtype=torch.float32, local_files_only=True,
-            )  # fmt: skip
+                self.path, config=config, dtype=torch.float32, local_files_only=True
+            )
 
     def _trainer(self, seed: int, grouped: bool) -> Outcome:
         from transformers import AutoTokenizer, DataCollatorWithPadding, Trainer, TrainingArguments
