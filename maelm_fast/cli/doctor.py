@@ -28,9 +28,11 @@ REQUIRED = (
     "torch", "numpy", "pyarrow", "datasets", "tokenizers", "jsonargparse", "pyyaml", "rich", "safetensors",
 )  # fmt: skip
 OPTIONAL = {
-    "transformers": ("hf", "export to Hugging Face and its reload check"),
+    "transformers": ("hf", "export to Hugging Face and its reload check, 'finetune', 'sweep' and 'prompt'"),
     "accelerate": ("hf", "training an exported model with the Hugging Face Trainer"),
-    "matplotlib": ("plot", "'plot' and 'rank'"),
+    "matplotlib": ("plot", "'plot', 'rank', reports of 'finetune', 'sweep' and 'reproduce'"),
+    "scikit-learn": ("finetune", "'finetune', 'sweep' and 'prompt': metrics and baselines"),
+    "scipy": ("finetune", "'finetune', 'sweep' and 'prompt': correlations"),
 }
 """Package: the extra it belongs to, what is lost without it."""
 
