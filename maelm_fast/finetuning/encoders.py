@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,7 @@ _DROPOUTS = (
 )  # fmt: skip
 
 
-class TextEncoder(nn.Module):
+class TextEncoder(nn.Module, ABC):
     """What fine-tuning needs of an encoder. Its two kinds: PackedEncoder, TransformersEncoder.
 
     name: of its directory. max_length: tokens of an input at most, special ones included. step: of a run of ours, the
@@ -59,6 +60,7 @@ class TextEncoder(nn.Module):
         super().__init__()
         self.tokenizer, self.name, self.step, self.random_init = tokenizer, name, step, random_init
 
+    @abstractmethod
     def forward(
         self,
         batch: TokenBatch,
@@ -72,7 +74,6 @@ class TextEncoder(nn.Module):
         layers: a list to which the embedding output and every layer's output, (T, d), are appended; not with
         first_only. dropout_seed: an int, or one int64 on the device, that dropout in training mode is a function of;
         from PyTorch's default generator if None."""
-        raise NotImplementedError(f"{type(self).__name__} is no kind of encoder")
 
 
 class PackedEncoder(TextEncoder):

@@ -12,6 +12,7 @@ Shapes: S prompts with one [MASK] each, T tokens of all, V tokens of the vocabul
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -43,7 +44,7 @@ from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training.rundir import RunDir, load_run
 
 
-class MaskedLm(nn.Module):
+class MaskedLm(nn.Module, ABC):
     """Its two kinds: PackedMaskedLm, TransformersMaskedLm.
 
     name: of its directory. max_length: tokens of a prompt at most. step: of a run of ours, the checkpoint's. mask_in:
@@ -60,9 +61,9 @@ class MaskedLm(nn.Module):
         self.mask_id = tokenizer.mask_id
         self.tokenizer, self.name, self.step = tokenizer, name, step
 
+    @abstractmethod
     def forward(self, batch: TokenBatch, dropout_seed: Tensor | int | None = None) -> Tensor:
         """(S, V) scores of each prompt's [MASK]. dropout_seed: as a TextEncoder's."""
-        raise NotImplementedError
 
 
 class PackedMaskedLm(MaskedLm):

@@ -120,7 +120,7 @@ class Unit:
         decides: list[Any] = [self.mode, self.model.fingerprint, engine, self.question.fingerprint]
         science = deciding(plan.base)
         if self.mode == "zero-shot":
-            science = {name: science[name] for name in ("max_length",)}
+            science = {"max_length": plan.base.max_length}
         else:
             decides += [to_dict(plan.few), self.seed]
         if self.mode != "head":
