@@ -80,6 +80,20 @@ def test_a_required_package_missing_or_too_old_fails_without_importing_the_rest(
     assert "self-test" not in printed
 
 
+@pytest.mark.parametrize("error", [ImportError("no module"), OSError("libcudart.so: cannot open shared object file")])
+def test_a_package_that_is_installed_but_broken_fails(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> list[doctor.Row]:
+        raise error
+
+    monkeypatch.setattr(doctor, "hardware_rows", broken)
+    assert doctor.main([]) == 1
+    printed = capsys.readouterr().out
+    assert str(error) in printed
+    assert "not fine: import" in printed
+
+
 def test_a_self_test_that_is_not_finite_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

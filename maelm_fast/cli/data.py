@@ -81,6 +81,7 @@ def _show(options: argparse.Namespace) -> None:
     stores = [TokenStore(options.store, split) for split in Manifest.read(options.store).splits]
     print(_table(stores[0].manifest))
     if options.verify:
+        stores[0].tokenizer()
         for store in stores:
             store.verify()
         print("checksums: right")

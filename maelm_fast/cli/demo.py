@@ -17,6 +17,7 @@ from maelm_fast.analysis.fill import fill
 from maelm_fast.analysis.live import live_metric
 from maelm_fast.analysis.plots import plot_ranks, plot_runs, require_matplotlib
 from maelm_fast.cli.common import OneLineParser
+from maelm_fast.config import require
 from maelm_fast.data.prepare import PrepareConfig, prepare
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.export.huggingface import export
@@ -40,6 +41,7 @@ def main(argv: list[str]) -> int:
     out = Path(parser.parse_args(argv).out)
     require_matplotlib()  # now, rather than after the training
     store, run, hf = out / "store", out / "run", out / "hf"
+    require(run.exists() or not hf.exists(), f"{hf} is not of an earlier demo: choose another --out")
     start = time.monotonic()
 
     _title(1, "text: documentation, docstrings and licences of Python and its installed packages")

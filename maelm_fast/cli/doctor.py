@@ -30,7 +30,7 @@ REQUIRED = (
 OPTIONAL = {
     "transformers": ("hf", "export to Hugging Face and its reload check, 'finetune', 'sweep' and 'prompt'"),
     "accelerate": ("hf", "training an exported model with the Hugging Face Trainer"),
-    "matplotlib": ("plot", "'plot', 'rank', reports of 'finetune', 'sweep' and 'reproduce'"),
+    "matplotlib": ("plot", "'plot', 'rank', 'theory', 'demo', reports of 'finetune', 'sweep' and 'reproduce'"),
     "scikit-learn": ("finetune", "'finetune', 'sweep' and 'prompt': metrics and baselines"),
     "scipy": ("finetune", "'finetune', 'sweep' and 'prompt': correlations"),
 }
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
                 "backends of the ops": backend_rows(),
                 "self-test": self_test_rows(),
             }
-        except ImportError as error:  # installed, but broken
+        except (ImportError, OSError) as error:  # installed, but broken; OSError: a shared library of torch is missing
             sections["import"] = [Row("import", _reason(error), "fail")]
         failed = [row for rows in sections.values() for row in rows if row.state == "fail"]
     show(sections)

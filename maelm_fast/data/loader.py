@@ -6,8 +6,14 @@ of the data is therefore one integer, the number of updates done; resuming needs
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import functools
+import multiprocessing
+import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +26,7 @@ from maelm_fast.data.order import permutation, samples_at
 from maelm_fast.data.packing import best_fit, spread
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.data.update import RaggedUpdate, Update
+from maelm_fast.errors import UserError
 
 
 class TrainingBatches(Dataset["list[PackedBatch] | list[RaggedBatch]"]):
@@ -75,33 +82,53 @@ class TrainingBatches(Dataset["list[PackedBatch] | list[RaggedBatch]"]):
 def training_updates(
     batches: TrainingBatches, first: int, last: int, workers: int, pin_memory: bool
 ) -> Iterator[Update]:
-    """Updates first .. last-1."""
-    yield from DataLoader(
-        _Travelling(batches),
-        sampler=range(first, last),
-        batch_size=None,
-        num_workers=workers,
-        prefetch_factor=2 if workers else None,
-        multiprocessing_context="spawn" if workers else None,
-        worker_init_fn=_leave_signals_to_the_trainer,
-        pin_memory=pin_memory,
-    )
+    """Updates first .. last-1. Raises UserError on a damaged store or a token outside the vocabulary."""
+    context = multiprocessing.get_context("spawn")
+    ended = context.RawValue(ctypes.c_bool, False)
+    end = functools.partial(setattr, ended, "value", True)
+    atexit.register(end)  # this may never be closed: an exception's traceback keeps it from that
+    try:
+        for update in DataLoader(
+            _Travelling(batches),
+            sampler=range(first, last),
+            batch_size=None,
+            num_workers=workers,
+            prefetch_factor=2 if workers else None,
+            multiprocessing_context=context if workers else None,
+            worker_init_fn=functools.partial(_leave_signals_to_the_trainer, ended),
+            pin_memory=pin_memory,
+        ):
+            if isinstance(update, UserError):
+                raise update
+            yield update
+    finally:
+        end()
+        atexit.unregister(end)
 
 
-class _Travelling(Dataset["Update"]):
-    """The updates as they leave a loader process."""
+class _Travelling(Dataset["Update | UserError"]):
+    """The updates as they leave a loader process; a UserError leaves it so too, since one that is raised there would
+    arrive with a traceback in its message."""
 
     def __init__(self, batches: TrainingBatches) -> None:
         self.batches = batches
 
-    def __getitem__(self, update: int) -> Update:
-        return self.batches.update(update)
+    def __getitem__(self, update: int) -> Update | UserError:
+        try:
+            return self.batches.update(update)
+        except UserError as error:
+            return error
 
 
-def _leave_signals_to_the_trainer(_: int) -> None:
+def _leave_signals_to_the_trainer(ended: Any, _: int) -> None:
     """A stop signal often goes to the whole process group. The trainer still needs batches to end the update in hand
-    and save; a worker ends when the trainer does."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    and save; a worker ends when the trainer does, which then sends SIGTERM too and waits for it."""
+
+    def stop(*_: object) -> None:
+        if ended.value:
+            os._exit(0)
+
+    signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

@@ -1,9 +1,9 @@
 """Sample order as a function: `permutation(index, size, key)` is a bijection of [0, size), evaluated in O(1) memory.
 
 A Feistel network shuffles a power of four at least as large as `size`; values that fall outside are sent
-through it again until they fall inside (cycle walking; fewer than four passes on average). Nothing is stored, so a run
-resumes anywhere and a corpus of a billion samples needs no index array. The C++ of csrc/host/order.cpp does it where it
-was built; `permutation_numpy` is the reference, with the same result.
+through it again until they fall inside (cycle walking; from 64 samples on, four passes at most on average). Nothing is
+stored, so a run resumes anywhere and a corpus of a billion samples needs no index array. The C++ of csrc/host/order.cpp
+does it where it was built; `permutation_numpy` is the reference, with the same result.
 """
 
 from __future__ import annotations

@@ -7,6 +7,10 @@
 
 All of it happens in `<out>.partial`, which is renamed at the end. A run that was killed goes on after the last finished
 chunk; the store's bytes depend neither on that nor on the number of processes. Disk: twice the tokens, for a while.
+
+A store, or a run to go on with, is known by its options and by what its input files hold: their SHA-256 is taken at the
+start. A file that is where it was, with its size and time, is not read again for that; one that is elsewhere or has
+another time is, and is the same if its name, size and SHA-256 are.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ from maelm_fast.data.token_store import (
     Manifest,
     Split,
     SplitWriter,
+    file_sha256,
 )
 from maelm_fast.data.tokenizer import (
     MIN_VOCAB_SIZE,
@@ -56,7 +61,11 @@ from maelm_fast.errors import UserError
 
 CHUNKS = "chunks"
 VALIDATION_INPUTS = "validation_inputs"
+INPUT_KEYS = ("inputs", VALIDATION_INPUTS)
+"""Of a plan: what `identify` says of each source, and the SHA-256 of files."""
 PLAN_FILE = "plan.json"
+TELL_BYTES = 1 << 30
+"""Inputs of so many bytes take long enough to read for a checksum that it is said."""
 CHUNK_CHARS = 1 << 22
 TOKENIZER_CHARS = 1 << 29
 """Text that the tokenizer is trained on, at most: memory must hold it, and more hardly changes a vocabulary (ours)."""
@@ -162,7 +171,12 @@ def prepare(config: PrepareConfig, log: Log = logger.info) -> Manifest:
 def _plan(config: PrepareConfig) -> _Job:
     sources = expand_inputs(config.inputs)
     validation_sources = expand_inputs(config.validation_inputs) if config.validation_inputs else ()
+    if both := {os.path.abspath(s) for s in sources} & {os.path.abspath(s) for s in validation_sources}:
+        raise UserError(f"{min(both)} is an input and a validation input: remove it from one of them")
     given = load_tokenizer(config.tokenizer) if config.tokenizer else None
+    if given:
+        size, largest = given.get_vocab_size(), max(given.get_vocab().values())
+        require(largest < size, f"{config.tokenizer} has {size} tokens and an id {largest}: ids must leave no gaps")
     plan = {
         "inputs": [identify(source) for source in sources],
         "validation_inputs": [identify(source) for source in validation_sources],
@@ -183,21 +197,23 @@ def _finished(job: _Job, log: Log) -> Manifest:
     out = job.config.out
     require((out / MANIFEST_FILE).is_file(), f"{out} exists and is not a token store: choose another --out")
     manifest = Manifest.read(out)
-    changed = _difference(manifest.options, job.plan)
+    changed = _difference(manifest.options, job.plan, log)
     require(not changed, f"{out} was prepared differently ({changed}): remove it or choose another --out")
     log(f"{out} is already prepared")
     return manifest
 
 
 def _prepare_locked(job: _Job, log: Log) -> Manifest:
-    _begin_or_go_on(job, log)
+    plan = _begin_or_go_on(job, log)
     partial, out = job.partial, job.config.out
     if not (partial / MANIFEST_FILE).exists():
         try:
             tokenizer = _make_tokenizer(job, log)
             _tokenise(job, job.sources, "inputs", log)
             _tokenise(job, job.validation_sources, VALIDATION_INPUTS, log)
-            _assemble(job, tokenizer).write(partial)
+            manifest = _assemble(job, tokenizer, plan)
+            _require_unchanged(job)
+            manifest.write(partial)
         except UserError:
             if not job.chunk_files:  # nothing that would be missed
                 shutil.rmtree(partial)
@@ -227,24 +243,27 @@ def _locked(partial: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _begin_or_go_on(job: _Job, log: Log) -> None:
+def _begin_or_go_on(job: _Job, log: Log) -> dict[str, Any]:
+    """The plan of the run that began, which has the checksums of the inputs."""
     partial, chunks = job.partial, job.partial / CHUNKS
     finished = len(job.chunk_files)
     begun = _begun_plan(partial)
     if begun is not None:
-        changed = _difference(begun, job.plan)
-        if changed and finished:
-            raise UserError(f"{partial} was begun differently ({changed}): remove it or choose another --out")
+        changed = _difference(begun, job.plan, log)
         if not changed:
             log(f"going on in {partial}: {finished} chunks are done")
-            return
+            return begun
+        if finished or (partial / MANIFEST_FILE).exists():
+            raise UserError(f"{partial} was begun differently ({changed}): remove it or choose another --out")
         for leftover in partial.glob(TOKENIZER_FILE + "*"):  # also one that was not written to its end
             leftover.unlink()
-    chunks.mkdir(exist_ok=True)
     foreign = [path.name for path in partial.iterdir() if path != chunks]
     require(not foreign, f"{partial} holds {', '.join(foreign)}: remove it or choose another --out")
+    plan = _with_checksums(job.plan, log)
+    chunks.mkdir(exist_ok=True)
     with written_aside(chunks / PLAN_FILE) as file:
-        file.write(json.dumps(job.plan, indent=2).encode())
+        file.write(json.dumps(plan, indent=2).encode())
+    return plan
 
 
 def _begun_plan(partial: Path) -> dict[str, Any] | None:
@@ -256,8 +275,47 @@ def _begun_plan(partial: Path) -> dict[str, Any] | None:
     return None
 
 
-def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    return ", ".join(key for key in new if old.get(key) != new[key])
+def _with_checksums(plan: dict[str, Any], log: Log) -> dict[str, Any]:
+    size = sum(entry.get("bytes", 0) for key in INPUT_KEYS for entry in plan[key])
+    if size >= TELL_BYTES:
+        log(f"checksums of the inputs: {size / 1e9:,.1f} GB")
+    for key in INPUT_KEYS:
+        entries = [{**e, "sha256": file_sha256(Path(e["source"]))} if "bytes" in e else e for e in plan[key]]
+        plan = {**plan, key: entries}
+    return plan
+
+
+def _difference(old: dict[str, Any], new: dict[str, Any], log: Log) -> str:
+    """The options that differ. `old` was recorded; `new` is the plan of this run, still without checksums."""
+
+    def same(key: str) -> bool:
+        if key not in INPUT_KEYS or len(old.get(key, ())) != len(new[key]):
+            return bool(old.get(key) == new[key])
+        return all(_same_input(*entries, log) for entries in zip(old[key], new[key], strict=True))
+
+    return ", ".join(key for key in new if not same(key))
+
+
+def _same_input(old: dict[str, Any], new: dict[str, Any], log: Log) -> bool:
+    if all(old.get(key) == value for key, value in new.items()):
+        return True
+    if "sha256" not in old or old["bytes"] != new.get("bytes"):
+        return False
+    source = Path(new["source"])
+    if source.name != Path(old["source"]).name:
+        return False
+    log(f"{source} is not where or not from when it was: comparing its checksum")
+    return bool(file_sha256(source) == old["sha256"])
+
+
+def _require_unchanged(job: _Job) -> None:
+    """What was read is what the checksums are of."""
+    entries = [entry for key in INPUT_KEYS for entry in job.plan[key]]
+    for source, entry in zip(job.sources + job.validation_sources, entries, strict=True):
+        require(
+            identify(source) == entry,
+            f"{source} changed while it was read: remove {job.partial} and run the same command again",
+        )
 
 
 # Tokenizer and tokens
@@ -359,7 +417,7 @@ def _read_chunk(path: Path) -> Chunk:
 # Shards
 
 
-def _assemble(job: _Job, tokenizer: Tokenizer) -> Manifest:
+def _assemble(job: _Job, tokenizer: Tokenizer, plan: dict[str, Any]) -> Manifest:
     """Writes the shards of both splits and describes them. Raises UserError if a split has no sample."""
     return Manifest(
         version=STORE_VERSION,
@@ -370,7 +428,7 @@ def _assemble(job: _Job, tokenizer: Tokenizer) -> Manifest:
         seq_len=job.config.seq_len,
         sample_mode=job.config.sample_mode,
         splits={name: _write_split(job, name, tokenizer) for name in ("train", "validation")},
-        options=job.plan,
+        options=plan,
     )
 
 

@@ -15,6 +15,7 @@ import json
 import lzma
 import os
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -41,20 +42,25 @@ def expand_inputs(inputs: Sequence[str]) -> tuple[str, ...]:
     """
     sources = [source for item in inputs for source in _expand(item)]
     require(bool(sources), "no input given: name files, globs, hf:DATASET or embedded")
+    times_given = Counter(map(os.path.abspath, sources))
     for source in sources:
-        require(sources.count(source) == 1, f"{source} is given twice: remove one, or narrow the glob")
+        require(times_given[os.path.abspath(source)] == 1, f"{source} is given twice: remove one, or narrow the glob")
     return tuple(sources)
 
 
 def identify(source: str) -> dict[str, Any]:
-    """What tells whether a source has changed: a file's size and time, versions for the embedded corpus."""
+    """What tells a source apart without reading it: a file's size and time, versions for the embedded corpus, of a
+    Hugging Face dataset only its name."""
     if source == EMBEDDED:
         from maelm_fast.data.corpus import corpus_identity
 
         return {"source": source, "versions": corpus_identity()}
     if source.startswith(HUB_PREFIX):
         return {"source": source}
-    status = os.stat(source)
+    try:
+        status = os.stat(source)
+    except OSError as error:
+        raise UserError(f"{source} cannot be read: {error.strerror}") from None
     return {"source": os.path.abspath(source), "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
 
 

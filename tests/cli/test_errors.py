@@ -95,6 +95,7 @@ CASES = {
     "corpus broken": ("data prepare {p}/broken.txt.xz --out {p}/out", "broken.txt.xz"),
     "line that is not JSON": ("data prepare {p}/bad.jsonl --out {p}/out", "bad.jsonl"),
     "row without the field": ("data prepare {p}/field.jsonl --out {p}/out", "text"),
+    "input that is to validate itself": (PREPARE + " --validation-input {p}/text.txt", "input and a validation input"),
     "vocabulary too small": (PREPARE + " --vocab-size 100", "vocab_size must lie between 261"),
     "sequence too short": (PREPARE + " --seq-len 2", "seq_len must lie between"),
     "validation share of one": (PREPARE + " --validation 1.0", "validation must lie between 0 and 1"),

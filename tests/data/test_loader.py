@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,6 +147,41 @@ def test_updates_are_the_same_from_any_process(document_store: Path, workers: in
                 for f in dataclasses.fields(batch)
                 if isinstance(getattr(batch, f.name), torch.Tensor)
             )
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bad_tokens_are_one_line_from_any_process(store: Path, workers: int) -> None:
+    small = Vocabulary(250, 249, (0, 249))
+    loaded = TrainingBatches(TokenStore.open(store), small, MaskingConfig(), 5, 64, 8, False)
+    with pytest.raises(UserError, match=r"^token id \d+ is outside the vocabulary of 250: [^\n]*$"):
+        next(training_updates(loaded, 0, 2, workers, pin_memory=False))
+
+
+FAILING = """
+import sys
+from maelm_fast.config import MaskingConfig
+from maelm_fast.data.loader import TrainingBatches, training_updates
+from maelm_fast.data.masking import Vocabulary
+from maelm_fast.data.token_store import TokenStore
+if __name__ == "__main__":
+    store = TokenStore.open(sys.argv[1])
+    batches = TrainingBatches(store, Vocabulary(300, 299, (0, 299)), MaskingConfig(), 5, 8, 8, False)
+    updates = training_updates(batches, 0, 1000, 1, pin_memory=False)
+    next(updates)
+    raise ArithmeticError
+"""
+
+
+def test_a_trainer_that_fails_ends(store: Path, tmp_path: Path) -> None:
+    """Loader processes leave SIGTERM alone while the trainer runs, but not when Python ends them at its exit: it would
+    wait for them for ever, since the traceback keeps the updates from being closed."""
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(script), str(store)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 1
+    assert run.stderr.endswith("ArithmeticError\n"), run.stderr
 
 
 class OneRow(torch.utils.data.Dataset):

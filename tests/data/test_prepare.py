@@ -1,5 +1,6 @@
 import dataclasses
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
 from maelm_fast.cli import data as cli
 from maelm_fast.data import prepare as module
@@ -169,6 +171,63 @@ def test_done_already_and_done_differently(text):
     fails(r"was prepared differently \(inputs\)", configure(text))
 
 
+def test_inputs_are_known_by_what_they_hold(text):
+    manifest = prepare(configure(text))
+    os.utime(text, ns=(0, 0))
+    assert prepare(configure(text)) == manifest
+    elsewhere = text.parent / "elsewhere" / text.name
+    elsewhere.parent.mkdir()
+    text.rename(elsewhere)
+    lines = []
+    moved = dataclasses.replace(configure(text), inputs=(str(elsewhere),))
+    assert prepare(moved, lines.append) == manifest
+    assert lines[0].startswith(f"{elsewhere} is not where or not from when it was")
+    content = elsewhere.read_bytes()
+    elsewhere.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    fails(r"was prepared differently \(inputs\)", moved)
+    elsewhere.write_bytes(content)
+    other_name = elsewhere.rename(elsewhere.with_suffix(".jsonl"))
+    fails(r"was prepared differently \(inputs\)", dataclasses.replace(moved, inputs=(str(other_name),)))
+
+
+def test_a_store_without_checksums_of_its_inputs(text):
+    prepare(configure(text))
+    path = text.parent / "store" / "manifest.json"
+    data = json.loads(path.read_text())
+    for entry in data["options"]["inputs"]:
+        del entry["sha256"]
+    path.write_text(json.dumps(data))
+    assert len(TokenStore.open(path.parent)) > 0
+    assert prepare(configure(text)).options == data["options"]
+    os.utime(text, ns=(0, 0))
+    fails(r"was prepared differently \(inputs\)", configure(text))
+
+
+def test_inputs_that_change_while_they_are_read(text, monkeypatch):
+    assemble = module._assemble
+
+    def slow_assemble(*arguments):
+        text.write_text(text.read_text() + " more")
+        return assemble(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_assemble", slow_assemble)
+        fails(r"text.txt changed while it was read: remove .*store.partial and run", configure(text))
+    fails(r"was begun differently \(inputs\)", configure(text))
+    assert not (text.parent / "store").exists()
+
+
+def test_a_whole_store_that_is_only_not_renamed_yet(text, monkeypatch):
+    prepare(configure(text, "other"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(configure(text))
+    fails(r"was begun differently \(seed\)", configure(text, seed=1))
+    prepare(configure(text))
+    assert content(text.parent / "store") == content(text.parent / "other")
+
+
 def interrupt(config, monkeypatch, at):
     """Lets `prepare` write `at` files, then fails as a full disk does."""
     replace, calls = os.replace, []
@@ -191,9 +250,10 @@ def test_a_full_disk_leaves_whole_files_and_is_gone_on_from(text, monkeypatch):
     assert not list(partial.rglob("*.tmp"))
     assert len(list(partial.rglob("*.npz"))) == 2
     fails(r"was begun differently \(seed\)", configure(text, "other", seed=1))
+    os.utime(text, ns=(0, 0))  # as after a new mount
     lines = []
     prepare(configure(text, "other"), lines.append)
-    assert "2 chunks are done" in lines[0]
+    assert any("2 chunks are done" in line for line in lines)
     assert content(text.parent / "other") == content(text.parent / "store")
 
 
@@ -215,6 +275,7 @@ def test_other_things_in_the_way(text):
     (text.parent / "other.partial").mkdir()
     (text.parent / "other.partial" / "precious").touch()
     fails("holds precious", configure(text, "other"))
+    assert [path.name for path in (text.parent / "other.partial").iterdir()] == ["precious"]
     fails("cannot write .*Not a directory", dataclasses.replace(configure(text), out=text / "x"))
 
 
@@ -245,6 +306,7 @@ def test_validation_inputs(text):
     assert (manifest.splits["train"].documents, manifest.splits["validation"].documents) == (60, 10)
     reversed_roles = prepare(configure(other, "reversed", validation_inputs=(str(text),)))
     assert reversed_roles.splits["validation"].documents == 60
+    fails("is an input and a validation input", configure(text, "both", validation_inputs=(str(other), str(text))))
 
 
 @pytest.mark.parametrize(("share", "name"), [(1e-9, "validation"), (1 - 1e-9, "train")])
@@ -269,6 +331,16 @@ def test_given_tokenizer(text):
     assert again.fingerprint == first.fingerprint
     with pytest.raises(UserError, match="remove vocab_size and cased"):
         configure(text, tokenizer=given)
+
+
+def test_a_tokenizer_with_gaps_in_its_ids(text):
+    names = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    tokenizer = Tokenizer(models.WordLevel({name: 2 * i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    tokenizer.save(str(text.parent / "gaps.json"))
+    fails(
+        "gaps.json has 15 tokens and an id 28: ids must leave no gaps",
+        configure(text, tokenizer=text.parent / "gaps.json", vocab_size=None),
+    )
 
 
 def test_small_tokenizer_is_reported(text):
@@ -393,5 +465,9 @@ def test_command_line(text, capsys):
     assert shown.startswith(prepared.out.partition("store:")[0])
     assert "checksums: right" in shown
     assert shown.count("<s>") == 4
+    tokenizer = out / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"trim_offsets": true', '"trim_offsets": false'))
+    with pytest.raises(UserError, match="is not the tokenizer this store was prepared with"):
+        cli.main(["show", str(out), "--verify"])
     with pytest.raises(UserError, match="not allowed with"):
         cli.main(["prepare", str(text), *arguments, "--validation-input", "x"])

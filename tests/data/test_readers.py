@@ -83,6 +83,7 @@ def test_wrong_inputs(tmp_path):
     fails("unknown kind of file", write(tmp_path / "a.csv", "x"))
     fails("unknown kind of file", write(tmp_path / "a.parquet.gz", "x"))
     fails("given twice", text, tmp_path / "*.txt")
+    fails("given twice", text, f"{tmp_path}/./a.txt")
     fails("no text in", write(tmp_path / "empty.txt.xz", " \n\n"))
 
 
