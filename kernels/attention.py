@@ -191,7 +191,7 @@ def _attention_fwd_kernel(
     q_tile = _load_rows(q, row, q_row, q_length, DIM, BLOCK_D)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    top = tl.full((BLOCK_M,), -1e30, tl.float32)  # finite: a line may hold -inf for all of a row's first keys
     seed_value = tl.load(seed) if DROPOUT else 0
     origin = positions - 1
     begin = 0
@@ -445,14 +445,11 @@ def _attention_dkv_kernel(
         row_lse = tl.load(lse + row, mask=inside, other=float("inf")) * LOG2E
         row_delta = tl.load(delta + row, mask=inside, other=0.0)
         zero = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        product = _dot(
-            k_tile, tl.trans(q_tile), zero, INTERPRETED
-        )  # transposed, so that no product transposes the weights
+        # keys by queries, so that no product transposes the weights
+        product = _dot(k_tile, tl.trans(q_tile), zero, INTERPRETED)
         if REACH:
             query_position = tl.load(q_positions + row, mask=inside, other=0)
-            edge = tl.where(
-                there, tl.where(start < begin, right, left), float("-inf")
-            )  # earlier queries: keys to the right
+            edge = tl.where(there, tl.where(start < begin, right, left), float("-inf"))  # keys right of earlier queries
             near = (start >= begin) & (start < end)
             score = product * scale + _bias_tile(near, row_line, query_position, edge[:, None], -1, INTERPRETED)
         else:
@@ -493,14 +490,15 @@ class Tiles:
 
 
 TILES = {
-    (80, 32): Tiles(Tile(128, 64, 8, 2), Tile(64, 32, 8, 1), Tile(64, 32, 4, 2), 1),
+    (80, 32): Tiles(Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), 2),
     (80, 64): Tiles(Tile(128, 64, 8, 3), Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), 2),
     (80, 128): Tiles(Tile(128, 32, 8, 2), Tile(32, 32, 4, 1), Tile(64, 32, 8, 1), 2),
     (90, 32): Tiles(Tile(128, 64, 8, 3), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), 2),
     (90, 64): Tiles(Tile(128, 64, 8, 3), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), 2),
     (90, 128): Tiles(Tile(128, 64, 8, 2), Tile(64, 32, 4, 1), Tile(64, 32, 8, 2), 2),
 }
-"""By (architecture, padded head dim): large ones that spill nothing in any variant. Not yet timed on a GPU."""
+"""By (architecture, padded head dim): large ones that spill nothing in any variant. Not yet timed on a GPU. dq's warps
+must not outnumber what its tile is cut into: some would hold the same scores, and both add them (_add_to)."""
 SMALL = Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), 1)
 """What the interpreter runs."""
 HEAD_DIMS = (32, 64, 96, 128)

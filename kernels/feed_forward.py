@@ -100,7 +100,8 @@ def bias_gelu(h: Tensor, bias: Tensor) -> Tensor:
     sizes = launch_fwd(width)
     grid = (triton.cdiv(rows, sizes["ROWS"]), triton.cdiv(width, sizes["COLUMNS"]))
     if h.numel():
-        _feed_forward_fwd_kernel[grid](h, bias, a, rows, width, **sizes)
+        with torch.cuda.device_of(h):
+            _feed_forward_fwd_kernel[grid](h, bias, a, rows, width, **sizes)
     return a
 
 
@@ -115,7 +116,8 @@ def bias_gelu_bwd_(grad: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tenso
     grad_bias = torch.empty(groups, width, dtype=torch.float32, device=h.device)
     if h.numel():
         grid = (groups, triton.cdiv(width, sizes["COLUMNS"]))
-        _feed_forward_bwd_kernel[grid](h, bias, grad, a, grad_bias, rows, width, **sizes)
+        with torch.cuda.device_of(h):
+            _feed_forward_bwd_kernel[grid](h, bias, grad, a, grad_bias, rows, width, **sizes)
     return a, grad_bias.sum(0)
 
 

@@ -75,9 +75,10 @@ def loss_rows_(
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     hits = torch.empty(rows, dtype=torch.int32, device=logits.device)
     block, warps = launch(width)
-    _masked_cross_entropy_kernel[(rows,)](
-        logits, bias, labels, losses, hits, vocab_size, width, z_loss, GRAD=grad, BLOCK=block, num_warps=warps
-    )
+    with torch.cuda.device_of(logits):
+        _masked_cross_entropy_kernel[(rows,)](
+            logits, bias, labels, losses, hits, vocab_size, width, z_loss, GRAD=grad, BLOCK=block, num_warps=warps
+        )
     return losses, hits
 
 

@@ -68,7 +68,8 @@ class ModelConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "max_positions", "hidden_size", "num_layers", "num_heads", "ffn_size"):
+        sizes = ("vocab_size", "max_positions", "hidden_size", "num_layers", "num_heads", "ffn_size")
+        for name in (*sizes, "layer_norm_eps", "init_std"):
             require(getattr(self, name) > 0, f"model.{name} must be positive, not {getattr(self, name)}")
         require(
             self.hidden_size % self.num_heads == 0,
@@ -174,7 +175,7 @@ class OptimConfig:
 
     lr: float = 5e-4
     batch_size: int = 2048
-    """Sequences per update, over all ranks and micro-batches."""
+    """Sequences per update, over all its micro-batches."""
     max_steps: int = 125_000
     warmup_steps: int = 10_000
     betas: tuple[float, float] = (0.9, 0.98)
@@ -230,7 +231,7 @@ class RuntimeConfig:
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """bf16: autocast over fp32 master weights. auto: bf16, but fp32 on a CPU without bf16 matrix instructions."""
     micro_batch_size: int = 32
-    """Full sequences per forward pass on one rank; of shorter ones, as many as have no more tokens in all. Gradients
+    """Full sequences per forward pass; of shorter ones, as many as have no more tokens in all. Gradients
     accumulate over the update's batch."""
     backend: BackendConfig = field(default_factory=BackendConfig)
     cuda_graph: bool = False

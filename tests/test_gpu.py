@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from maelm_fast import presets
-from maelm_fast.batch import PackedBatch
+from maelm_fast.batch import PackedBatch, layout_of
 from maelm_fast.data.masking import Vocabulary, pack
 from maelm_fast.model.maelm import MaeLm
+from maelm_fast.ops import AttentionLayout, attention
 from maelm_fast.training.optim import build_optimizer
 from maelm_fast.training.step import GraphedStep, TrainStep
 
@@ -99,6 +100,23 @@ def test_a_cuda_graph_computes_the_same_updates() -> None:
     losses = [torch.stack(numbers)[:, 0] for numbers in (graphed, plain)]
     torch.testing.assert_close(*losses, rtol=1e-3, atol=0)
     assert len(set(losses[0].tolist())) == 8  # every replay had its own batch
+
+
+def test_a_graph_outlives_the_cache_of_its_tiles() -> None:
+    pytest.importorskip("triton")
+    from maelm_fast.kernels.attention import tile_list
+
+    layout = AttentionLayout(layout_of([70, 30]).to("cuda"))
+    x = torch.randn(100, 2, 64, device="cuda", dtype=torch.bfloat16)
+    expected = attention(x, x, x, layout, backend="triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(x, x, x, layout, backend="triton")
+    tile_list.cache_clear()
+    others = [torch.zeros(64, dtype=torch.int32, device="cuda") for _ in range(64)]  # where the tiles were, if freed
+    graph.replay()
+    assert torch.equal(out, expected)
+    assert others
 
 
 @pytest.mark.parametrize("cuda_graph", [False, True])

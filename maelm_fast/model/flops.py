@@ -10,10 +10,14 @@ from collections.abc import Sequence
 
 from maelm_fast.config import ModelConfig
 
-# Dense bf16 peak of the matrix units, FLOP/s, from the data sheets; by the start of the device's name.
+# Dense bf16 peak of the matrix units, FLOP/s, from the data sheets; by the start of the device's name, the first that
+# fits: the cards for a PCIe slot are slower.
 PEAK_BF16 = {
     "NVIDIA A100": 312e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
     "NVIDIA H100": 989e12,
+    "NVIDIA H200 NVL": 835e12,
     "NVIDIA H200": 989e12,
 }
 
@@ -28,17 +32,17 @@ def training_flops(config: ModelConfig, visible: Sequence[int], original: Sequen
 
     visible: the tokens in the encoder's row. Attention counts all pairs, behind a causal decoder's diagonal too, since
     its kernel computes them. Left out: the one [MASK] row a batch that a decoder of another width projects."""
-    total = sum(_sequence(config, *counts) for counts in zip(visible, original, masked, strict=True))
-    return 3 * total
+    own = config.decoder_config
+    return 3 * sum(_sequence(config, own, *counts) for counts in zip(visible, original, masked, strict=True))
 
 
-def _sequence(config: ModelConfig, visible: int, original: int, masked: int) -> int:
-    """Forward FLOPs of one sequence."""
+def _sequence(config: ModelConfig, own: ModelConfig, visible: int, original: int, masked: int) -> int:
+    """Forward FLOPs of one sequence. own: the decoder's configuration."""
     d = config.hidden_size
     if config.decoder == "none":
         blocks = (config.num_layers - 1) * _layer(config, original, original) + _layer(config, masked, original)
         return blocks + 2 * masked * d * (d + config.vocab_size)
-    own, before_last = config.decoder_config, config.decoder_layers - 1
+    before_last = config.decoder_layers - 1
     w, predicted, projected = own.hidden_size, masked, visible
     total = config.num_layers * _layer(config, visible, visible)
     if config.decoder == "cross":

@@ -65,17 +65,17 @@ class PositionBias:
                 f"PositionBias: the line must be (heads, 2R+1) with R < {self.positions} positions; "
                 f"it is {tuple(line.shape)}"
             )
-        self._spread: dict[int, list[Tensor]] = {}
+        self._spread: dict[Grouping, list[Tensor]] = {}
         self._lookup: Tensor | None = None
 
     def spread(self, grouping: Grouping) -> list[Tensor]:
         """The bias written out for each group, (heads, G, Lq, Lk); kept, since all layers use the same."""
-        if id(grouping) not in self._spread:
-            self._spread[id(grouping)] = [
+        if grouping not in self._spread:
+            self._spread[grouping] = [
                 SpreadLine.apply(self.line.float() if self.line.element_size() < 4 else self.line, group.distance)
                 for group in grouping.groups
             ]
-        return self._spread[id(grouping)]
+        return self._spread[grouping]
 
     def lookup(self) -> Tensor:
         """(heads, 3P) fp32 for the kernel: the bias times log2(e) of each distance from 1-P to P-1, then -inf, which an
@@ -198,11 +198,18 @@ def _tiles(
     from maelm_fast.kernels.attention import tile_list, tiles_for
 
     sizes = tiles_for(device, head_dim)
-    return (
+    tiles = (
         tile_list(queries, keys, sizes.fwd.own, device),
         tile_list(queries, keys, sizes.dq.own, device),
         tile_list(keys, queries, sizes.dkv.own, device),
     )
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _captured.update(tiles)
+    return tiles
+
+
+_captured: set[Tensor] = set()
+"""Tiles that a CUDA graph reads at every replay: tile_list may drop its own."""
 
 
 # as in ops/registration.py: the lengths are constants of a traced graph, and so is what follows from them

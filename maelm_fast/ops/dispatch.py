@@ -75,16 +75,17 @@ def triton_reasons(*tensors: Tensor) -> list[str]:
         reasons.append("triton is not installed")
     if any(t.device.type != "cuda" for t in tensors) and not interpreted():
         reasons.append("the tensors are on the CPU, where kernels run only under TRITON_INTERPRET=1")
-    wrong = {str(t.dtype).removeprefix("torch.") for t in tensors if t.dtype not in FLOATS and t.is_floating_point()}
-    if wrong:
-        reasons.append(f"dtype {', '.join(sorted(wrong))} (it takes fp32, bf16 and fp16)")
-    return reasons
+    return reasons + _dtype_reasons(tensors)
 
 
 def native_reasons(op: str, *tensors: Tensor) -> list[str]:
     """Why the compiled extension cannot take these tensors."""
     if reason := native_reason(op, tensors[0].device.type):
         return [reason]
+    return _dtype_reasons(tensors)
+
+
+def _dtype_reasons(tensors: tuple[Tensor, ...]) -> list[str]:
     wrong = {str(t.dtype).removeprefix("torch.") for t in tensors if t.dtype not in FLOATS and t.is_floating_point()}
     return [f"dtype {', '.join(sorted(wrong))} (it takes fp32, bf16 and fp16)"] if wrong else []
 

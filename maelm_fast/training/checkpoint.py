@@ -35,7 +35,8 @@ class Progress:
 
 
 def save(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, keep: int) -> Path:
-    """Write checkpoints/step_N, whole or not at all, then remove all but the newest `keep`."""
+    """Write checkpoints/step_N, whole or not at all, then remove all but the newest `keep` up to it. A later one is
+    damaged, or the run would have gone on from it; it is overwritten when the run gets there."""
     path = run.checkpoint(progress.step)
     if path.exists():  # damaged, or passed over by a resume further back
         shutil.rmtree(path)
@@ -48,7 +49,7 @@ def save(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer, progre
         write_json(aside / "state.json", asdict(progress))
 
     write_directory(path, fill)
-    for step in run.steps()[:-keep]:
+    for step in [step for step in run.steps() if step <= progress.step][:-keep]:
         shutil.rmtree(run.checkpoint(step))
     return path
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from maelm_fast.data.files import sync, written_aside
 
 CHECKSUMS = "checksums.json"
@@ -31,7 +33,8 @@ def write_json(path: Path, data: Any) -> None:
 def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
     """Create a directory in one step: fill(aside) writes its files, checksums are added, then it is renamed.
 
-    Whatever goes wrong, `path` is not created and the part written so far is removed."""
+    Whatever goes wrong, `path` is not created and the part written so far is removed. A full disk is an OSError, also
+    where safetensors wrote."""
     aside = path.with_name("." + path.name + ".tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -44,8 +47,10 @@ def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
         sync(aside)
         os.rename(aside, path)
         sync(path.parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, SafetensorError):
+            raise OSError(str(error)) from None
         raise
 
 

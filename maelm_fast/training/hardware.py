@@ -33,9 +33,7 @@ def choose_precision(runtime: RuntimeConfig, device: torch.device) -> str:
     """ "bf16" or "fp32". auto is bf16, except on a CPU that would compute bf16 products many times slower than fp32."""
     bf16_is_fast = device.type == "cuda" or cpu_has_bf16()
     if runtime.precision == "bf16" and not bf16_is_fast:
-        log.warning(
-            "this CPU has no bf16 matrix instructions: bf16 is many times slower here than runtime.precision=fp32"
-        )
+        log.warning("this CPU has no bf16 matrix instructions: bf16 is many times slower here than precision fp32")
     if runtime.precision != "auto":
         return runtime.precision
     return "bf16" if bf16_is_fast else "fp32"
@@ -65,7 +63,7 @@ def device_name(device: torch.device) -> str:
 
 def environment(device: torch.device, precision: str) -> dict[str, Any]:
     """What a start of a run is recorded with."""
-    packages = ("maelm_fast", "torch", "triton", "numpy", "tokenizers", "pyarrow")
+    packages = ("maelm_fast", "torch", "triton", "numpy", "tokenizers", "pyarrow", "transformers")
     return {
         "device": device_name(device),
         "device_type": device.type,

@@ -34,6 +34,8 @@ class Ledger:
             lines = self.path.read_bytes().split(b"\n")
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise UserError(f"cannot read {self.path}: {error.strerror}; choose another --out") from None
         rows = []
         for number, line in enumerate(lines[:-1], start=1):  # what follows the last line end is torn, or nothing
             try:
@@ -46,14 +48,10 @@ class Ledger:
         return rows
 
     def result(self, key: str, stage: str, config: str) -> dict[str, Any] | None:
-        """The result of that work under that configuration, if it is finished."""
-        row = self._last(key, stage, config)
-        return row.get("result") if row else None
-
-    def error(self, key: str, stage: str, config: str) -> str | None:
-        """Why that work failed when it was last tried."""
-        row = self._last(key, stage, config)
-        return row.get("error") if row else None
+        """The result of that work under that configuration; None if it is not finished, or failed when last tried."""
+        wanted = (key, stage, config)
+        last = next((r for r in reversed(self.rows()) if (r["key"], r["stage"], r["config"]) == wanted), None)
+        return last.get("result") if last else None
 
     def append(self, row: dict[str, Any]) -> None:
         """Raises UserError if it cannot be written; what was there before stays."""
@@ -68,10 +66,6 @@ class Ledger:
                 os.fsync(file.fileno())
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}; the same command goes on") from None
-
-    def _last(self, key: str, stage: str, config: str) -> dict[str, Any] | None:
-        wanted = (key, stage, config)
-        return next((r for r in reversed(self.rows()) if (r["key"], r["stage"], r["config"]) == wanted), None)
 
 
 @contextlib.contextmanager
@@ -88,4 +82,6 @@ def lock(path: Path, wait: bool = False) -> Iterator[bool]:
             ours = True
         except BlockingIOError:
             ours = False
+        except OSError as error:
+            raise UserError(f"cannot lock {path}: {error.strerror}; choose an --out on another disk") from None
         yield ours

@@ -159,10 +159,8 @@ def _on_side_stream(function: Callable[[], Tensor], device: torch.device) -> Ten
 
 
 def _cuda_graph(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()  # the graph has memory of its own, as much as the updates before it
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # the loader's thread may pin memory meanwhile
         result = function()
 
     def replay() -> Tensor:

@@ -47,7 +47,7 @@ _INIT, _DROPOUT = 0, 1  # places of the seed: initialisation, dropout
 def build_model(config: RunConfig, vocabulary: Vocabulary) -> MaeLm:
     """A freshly initialised model; the same for the same seed, whatever was drawn before."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(fold_seed(config.seed, _INIT))
+        torch.default_generator.manual_seed(fold_seed(config.seed, _INIT))  # torch.manual_seed sets the GPUs' too
         return MaeLm(config.model, mask_id=vocabulary.mask_id)
 
 
@@ -157,7 +157,7 @@ class Trainer:
         lr = learning_rate(optim, progress.step)
         try:
             numbers = self.step(micro_batches, seeds, lr)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+        except RuntimeError as error:
             raise _out_of_memory(error, len(micro_batches[0].lengths)) from None
         progress.step += 1
         progress.tokens += sum(batch.counts.original for batch in micro_batches)
@@ -313,7 +313,7 @@ class _Meter:
 
 
 def _out_of_memory(error: Exception, sequences: int) -> Exception:
-    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+    if "out of memory" in str(error) or "allocate memory" in str(error):  # a GPU's, from whatever library; a CPU's
         return UserError(
             f"out of memory with micro-batches of {sequences} sequences: lower runtime.micro_batch_size "
             f"(the update's batch stays the same)"

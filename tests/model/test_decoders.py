@@ -339,6 +339,7 @@ def test_flops_are_those_that_run(fields: Changes, share: float) -> None:
         (lambda: ModelConfig(decoder_hidden_size=500), "500 is not a multiple of 64, .* set model.decoder_num_heads"),
         (lambda: ModelConfig(decoder_hidden_size=512, decoder_num_heads=12), "512 is not a multiple of 12"),
         (lambda: ModelConfig(decoder_hidden_size=0), "decoder_hidden_size must be positive"),
+        (lambda: ModelConfig(init_std=-0.02), "init_std must be positive"),
         (lambda: MaskingConfig(shown=1.5), "masking.shown must lie in"),
         (lambda: MaskingConfig(shown=0.5, policy="bert"), "with masking.policy bert"),
         (lambda: MaskingConfig(shown=0.5, policy="random"), "with masking.policy random"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from maelm_fast import native
 from maelm_fast.batch import Layout, layout_of
@@ -204,6 +208,23 @@ def test_strided_inputs() -> None:
     assert torch.equal(out, same)
 
 
+def test_a_bias_serves_layouts_that_come_and_go() -> None:
+    """What was made for one is not taken for another that gets its address."""
+    bias = PositionBias(torch.randn(HEADS, 2 * POSITIONS - 1))
+    for length in range(20, 30):
+        layout = layout_of([length])
+        (spread,) = bias.spread(grouped.Grouping(layout, layout))
+        assert spread.shape == (HEADS, 1, length, length)
+
+
+def test_grouped_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with FakeTensorMode():
+        layout = Layout(*(torch.empty(n, dtype=torch.int32, device="cuda") for n in (2, 4)), (4,))
+        with pytest.raises(UserError, match=r"cannot record backend 'grouped'.* runtime\.cuda_graph=false"):
+            _ = grouped.Grouping(layout, layout).groups
+
+
 def test_unknown_backend_names_the_known() -> None:
     layout = layout_of([4])
     q, k, v, _ = inputs(layout, layout)
@@ -217,7 +238,10 @@ def test_layouts_must_match() -> None:
 
 
 kernel = pytest.mark.skipif(not triton_installed(), reason="triton is not installed")
-compiled = pytest.mark.skipif(not native.has("attention", "cpu"), reason=native.why_not("cpu"))
+compiled = pytest.mark.skipif(
+    DEVICE != "cpu" or not native.has("attention", "cpu"),
+    reason=native.why_not("cpu") if DEVICE == "cpu" else "the compiled attention is for the CPU",
+)
 GPU_DTYPES = DTYPES if DEVICE == "cpu" else DTYPES[1:]  # on a GPU the kernel takes bf16 and fp16
 NAMES = ("out", "grad_q", "grad_k", "grad_v", "grad_line")
 
@@ -267,18 +291,20 @@ def flash(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, bias: Positi
 
 def check_kernel(
     queries: Layout, keys: Layout | None, reach: int, dtype: torch.dtype, p: float = 0.0, dim: int = 16, step: int = 0,
-    backend: str = "triton",
+    backend: str = "triton", window: bool = False,
 ) -> None:  # fmt: skip
     """Outputs and every gradient in memory full of NaN, against float64, within twice the error of flash attention
     written in PyTorch at that dtype.
 
-    reach: of the line; 0 for no bias. step: strided inputs."""
+    reach: of the line; 0 for no bias. step: strided inputs. window: the line's ends are -inf."""
     layout = AttentionLayout(on_device(queries), None if keys is None else on_device(keys))
     draw = torch.Generator().manual_seed(queries.num_tokens + dim)
     counts = (queries.num_tokens, *(layout.keys.num_tokens,) * 2)
     tensors = [torch.randn(n, HEADS, dim, generator=draw).to(DEVICE, dtype) for n in counts]
     if reach:
         tensors.append(torch.randn(HEADS, 2 * reach + 1, generator=draw).to(DEVICE))
+    if window:
+        tensors[3][:, [0, -1]] = float("-inf")
     if step:
         tensors = [strided(t, step) for t in tensors[:3]] + tensors[3:]
 
@@ -315,6 +341,13 @@ def test_kernel(reach: int, p: float, dtype: torch.dtype) -> None:
 def test_kernel_with_other_keys(reach: int, p: float) -> None:
     """Queries of a subset, sequences without queries and without keys."""
     check_kernel(gapped([3, 40, 0, 17, 4]), gapped([70, 0, 7, 90, 1], seed=1), reach, torch.bfloat16, p)
+
+
+@pytest.mark.parametrize("backend", [pytest.param("native", marks=compiled), pytest.param("triton", marks=kernel)])
+def test_a_window_of_distances(backend: str) -> None:
+    """Late queries see no key of the first tile, and early ones none of the last."""
+    dtype = torch.bfloat16 if backend == "triton" else torch.float32
+    check_kernel(gapped([120, 3]), None, 11, dtype, backend=backend, window=True)
 
 
 @kernel
@@ -398,6 +431,40 @@ def test_kernel_bias_gradient_sums_to_zero_and_every_run_gives_the_same_bits() -
     rounding = 2**-8 * gradient.abs().sum(1)  # delta comes from an output that was rounded to bf16
     assert gradient.abs().max() > 0.1
     assert (gradient.sum(1).abs() < rounding).all()
+
+
+LAYOUTS_OF_DQ = """
+import re
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from maelm_fast.kernels.attention import T5_REACH, TILES, _variant
+
+for (arch, dim), tiles in TILES.items():
+    v = _variant("dq", arch, tiles, dim, "bf16", T5_REACH, False)
+    signature = {name: v.signature.get(name, "constexpr") for name in v.kernel.arg_names}
+    source = ASTSource(fn=v.kernel, signature=signature, constexprs=v.constants)
+    options = {"num_warps": v.num_warps, "num_stages": v.num_stages}
+    text = compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["ttgir"]
+    ((*shape, name),) = set(re.findall(r"st[.]global.*tensor<([0-9]+)x([0-9]+)xi64, (#[a-z0-9]+)>", text))
+    layout = re.search(f"^{name} = (.*)$", text, re.M)[1]
+    cuts = [re.search(key + r" = .([0-9]+), ([0-9]+)", layout).groups() for key in ("warpsPerCTA", "instrShape")]
+    print(arch, dim, *shape, *cuts[0], *cuts[1])
+"""
+
+
+@kernel
+def test_no_score_is_in_two_threads_that_would_both_add_it_to_the_gradient() -> None:
+    """Compiled for both architectures: the warps, each with one matrix instruction's piece, fit into the tile."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", LAYOUTS_OF_DQ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [[int(number) for number in line.split()] for line in done.stdout.splitlines()]
+    assert len(rows) == 6
+    for arch, dim, height, width, down, across, *piece in rows:
+        assert down * piece[0] <= height, (arch, dim)
+        assert across * piece[1] <= width, (arch, dim)
 
 
 @kernel
@@ -603,6 +670,30 @@ def test_native_gives_the_same_bits_for_every_number_of_threads() -> None:
     assert all(torch.equal(a, b) for run in runs for a, b in zip(runs[0], run, strict=True))
     gradient = runs[0][-1].double()  # sums to zero over all distances
     assert (gradient.sum(1).abs() < 1e-5 * gradient.abs().sum(1)).all()
+
+
+@compiled
+def test_native_takes_an_upstream_gradient_without_memory_of_its_own() -> None:
+    """That of a sum is one number, expanded."""
+    layout = AttentionLayout(gapped([3, 20]))
+    q, k, v = torch.randn(23, 3, HEADS, 16).unbind(1)
+    leaves = [t.requires_grad_() for t in (q.clone(), k.clone(), v.clone())]
+    mine = torch.autograd.grad(attention(*leaves, layout, backend="native").sum(), leaves)
+    out = attention(*leaves, layout, backend="native")
+    for a, b in zip(mine, torch.autograd.grad(out, leaves, torch.ones_like(out)), strict=True):
+        assert torch.equal(a, b)
+
+
+@compiled
+@pytest.mark.parametrize("line", [torch.zeros(2, 4), torch.zeros(3, 5), torch.zeros(5), torch.zeros(2, 5).double()])
+def test_native_checks_the_line_before_it_is_read(line: Tensor) -> None:
+    layout = layout_of([4])
+    q = torch.randn(4, 2, 16)
+    assert attention(q, q, q, AttentionLayout(layout), backend="native").shape == q.shape  # loads the extension
+    with pytest.raises(RuntimeError, match=r"attention: line must be \(heads, 2R\+1\)"):
+        torch.ops.maelm_fast.attention_native_fwd(
+            q, q, q, line, *(layout.cu_seqlens,) * 2, *(layout.positions,) * 2, 0.25, 0.0, None, 0
+        )
 
 
 @compiled

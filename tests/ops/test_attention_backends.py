@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from maelm_fast import native
 from maelm_fast.batch import Layout, layout_of
 from maelm_fast.errors import UserError
 from maelm_fast.ops import AttentionLayout, PositionBias, attention, dispatch
@@ -364,7 +365,11 @@ def test_torch_is_asked_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"dtype": torch.float32, "bias": True}, "flex"),
         ({"dtype": torch.float32, "dropout_p": 0.1}, "grouped"),
         ({"device": "cpu"}, "grouped"),
-        ({"device": "cpu", "dtype": torch.float32, "bias": True}, "native"),
+        pytest.param(
+            {"device": "cpu", "dtype": torch.float32, "bias": True},
+            "native",
+            marks=pytest.mark.skipif(not native.has("attention", "cpu"), reason=native.why_not("cpu")),
+        ),
         ({"device": "cpu", "dtype": torch.float64}, "grouped"),
     ],
 )

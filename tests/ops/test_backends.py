@@ -3,9 +3,13 @@ they cannot."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import logging
 import typing
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,6 +70,43 @@ def test_an_op_and_its_reference_give_the_same_loss_and_gradients(op: str, name:
     actual = loss_and_gradients(dataclasses.replace(REFERENCE, **{op: name}))  # type: ignore[arg-type]
     for mine, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-4, atol=2e-4 * float(theirs.abs().max().clamp(max=1.0)))
+
+
+@pytest.mark.skipif(not dispatch.triton_installed(), reason="triton is not installed")
+def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several GPUs the current one may be another, and Triton launches on that."""
+    kernel_class = type(importlib.import_module("maelm_fast.kernels.add_norm")._add_norm_fwd_kernel)
+    launch, device_of = kernel_class.run, torch.cuda.device_of
+    entered: list[Tensor] = []
+    launched: dict[str, bool] = {}
+
+    @contextlib.contextmanager
+    def watched(tensor: Tensor) -> Iterator[None]:
+        entered.append(tensor)
+        with device_of(tensor):
+            yield
+        entered.pop()
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        launched[kernel.fn.__name__] = bool(entered) and launched.get(kernel.fn.__name__, True)
+        return launch(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(torch.cuda, "device_of", watched)
+    monkeypatch.setattr(kernel_class, "run", run)
+    ids, lengths = torch.randint(4, 299, (12,), device=DEVICE), (9, 3)
+    config = presets.change(
+        presets.get("tiny"),
+        model={"hidden_size": 32, "num_heads": 1, "ffn_size": 64, "num_layers": 1, "dropout": 0.1, "vocab_size": 300},
+    )
+    kernels = {op: "triton" for op in (*ALTERNATIVES, "mask_and_pack") if op != "scatter_to_decoder"}
+    model = MaeLm(config.model).to(DEVICE).train()
+    vocabulary = Vocabulary(300, 299, (0, 1, 2, 3, 299))
+    with ops.backends(**kernels), torch.autocast(DEVICE, torch.bfloat16):
+        masking = dataclasses.replace(config.masking, special_tokens=False, policy="bert")
+        batch = ops.mask_and_pack(ids, lengths, (0, 1), 0, masking, vocabulary, 0, False)
+        model(batch, dropout_seed=3)[0].backward()
+    assert {op for op in kernels for name in launched if name.startswith(f"_{op}")} == set(kernels)
+    assert [name for name, inside in launched.items() if not inside] == []
 
 
 @pytest.mark.skipif(not FP32_KERNEL, reason=NO_FP32_KERNEL)

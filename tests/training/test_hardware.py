@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from maelm_fast.config import RuntimeConfig
+from maelm_fast.model.flops import peak_flops
 from maelm_fast.training import hardware
 
 
@@ -33,3 +34,13 @@ def test_precision(
     monkeypatch.setattr(hardware, "cpu_has_bf16", lambda: has_bf16)
     assert hardware.choose_precision(RuntimeConfig(precision=asked), torch.device(device)) == taken  # type: ignore[arg-type]
     assert ("no bf16 matrix instructions" in caplog.text) is warned
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989),
+     ("NVIDIA H200 NVL", 835)],
+)  # fmt: skip
+def test_peaks_are_those_of_the_card(name: str, tera: int) -> None:
+    assert peak_flops(name) == tera * 1e12
+    assert peak_flops("Tesla T4") is None

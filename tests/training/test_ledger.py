@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,10 +33,8 @@ def test_the_last_word_counts_and_another_configuration_does_not(tmp_path: Path)
     assert ledger.rows() == []
     ledger.append(row("a", error="out of memory"))
     assert ledger.result("a", "pretraining", "c") is None
-    assert ledger.error("a", "pretraining", "c") == "out of memory"
     ledger.append(row("a"))
     assert ledger.result("a", "pretraining", "c") == {"loss": 1.0}
-    assert ledger.error("a", "pretraining", "c") is None
     for other in (("b", "pretraining", "c"), ("a", "rank at 1", "c"), ("a", "pretraining", "d")):
         assert ledger.result(*other) is None
 
@@ -59,6 +60,14 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: bytes) -> None:
         ledger.rows()
 
 
+def test_a_place_that_is_no_directory_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot read .*choose another --out"):
+        Ledger(tmp_path / "file").rows()
+    with pytest.raises(UserError, match=r"cannot write .*choose another --out"), lock(tmp_path / "file" / "a.lock"):
+        pass
+
+
 def test_two_processes_write_one_ledger(tmp_path: Path) -> None:
     writers = [
         subprocess.Popen([sys.executable, "-c", APPEND, str(tmp_path), key], cwd=ROOT) for key in ("one", "other")
@@ -75,3 +84,12 @@ def test_a_lock_is_held_by_one_and_let_go(tmp_path: Path) -> None:
         assert (first, second) == (True, False)
     with lock(path, wait=True) as again:
         assert again
+
+
+def test_a_disk_without_locks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with pytest.raises(UserError, match=r"cannot lock .*on another disk"), lock(tmp_path / "cell.lock"):
+        pass

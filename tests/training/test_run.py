@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from maelm_fast import presets
@@ -247,6 +248,29 @@ def test_only_damaged_checkpoints_is_an_error(store: Path, whole: Path, tmp_path
         pretrain("tiny", config(), str(store), str(run))
 
 
+def test_a_damaged_checkpoint_further_on_does_not_crowd_out_what_is_saved(tmp_path: Path) -> None:
+    model, run = torch.nn.Linear(2, 2), RunDir(tmp_path)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint.save(run, model, optimizer, checkpoint.Progress(step=30), keep=1)
+    (run.checkpoint(30) / "model.safetensors").write_bytes(b"damaged")
+    for step in (10, 20):
+        checkpoint.save(run, model, optimizer, checkpoint.Progress(step=step), keep=1)
+    assert run.steps() == [20, 30]
+    assert run.last_whole_checkpoint() == run.checkpoint(20)
+
+
+@pytest.mark.parametrize("message", ["DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory"])
+def test_out_of_memory_names_the_setting_to_lower(
+    message: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(trainer.TrainStep, "__call__", full)
+    with pytest.raises(UserError, match=r"micro-batches of 5 sequences: lower runtime\.micro_batch_size"):
+        pretrain("tiny", config(), str(store), str(tmp_path / "run"))
+
+
 def test_an_unfinished_metrics_line_is_dropped(store: Path, whole: Path, tmp_path: Path) -> None:
     run, _ = damaged_copy(whole, tmp_path)
     with open(run / "metrics.jsonl", "a") as file:
@@ -265,7 +289,7 @@ def test_a_failed_save_costs_only_itself(
         calls.append(path)
         if "step_4" in str(path):
             path.write_bytes(b"half")
-            raise OSError(28, "No space left on device")
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
         save_file(tensors, path)
 
     monkeypatch.setattr(checkpoint, "save_file", full)
@@ -279,7 +303,7 @@ def test_a_failed_save_costs_only_itself(
 
 def test_the_last_save_must_succeed(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(checkpoint, "save_file", full)
     with pytest.raises(UserError, match="No space left on device"):

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from maelm_fast import native
 from maelm_fast.batch import Layout
+from maelm_fast.errors import UserError
 from maelm_fast.ops import dispatch
 from maelm_fast.ops.reference.dropout import keep_weights
 
@@ -78,7 +79,7 @@ class Grouping:
         return Group(
             shape=(len(sequences), q_rows.shape[1], k_rows.shape[1]),
             query_rows=None if whole else q_rows,
-            query_valid=None if q_valid is None else q_valid,
+            query_valid=q_valid,
             key_rows=None if whole else k_rows,
             key_valid=k_valid,
             query_positions=self.queries.positions.long()[q_rows],
@@ -89,6 +90,11 @@ class Grouping:
 def _rows(layout: Layout, sequences: list[int]) -> tuple[Tensor, Tensor | None]:
     """(G, L) rows of the sequences, padded with each one's first row, and where they are real (None: everywhere)."""
     device = layout.positions.device
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise UserError(
+            "attention: a CUDA graph cannot record backend 'grouped', whose rows come from the host; use "
+            "runtime.precision=bf16, which kernels take, or runtime.cuda_graph=false"
+        )
     lengths = torch.tensor([layout.lengths[s] for s in sequences])
     starts = torch.tensor(_starts(layout.lengths))[sequences]
     steps = torch.arange(int(lengths.max()))[None, :]
