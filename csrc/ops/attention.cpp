@@ -1,6 +1,6 @@
 // Attention over packed sequences on the CPU, fp32, forward and backward. A (sequence, head) is one piece of work: its
-// keys and values are first copied into panels of 16 columns, which the matrix products then read from the L1 and L2
-// caches; the scores of a block of queries never leave these caches. The backward pass computes them again.
+// keys and values are first copied into panels (panels.h); the scores of a block of queries never leave the L1 and L2
+// caches. The backward pass computes them again.
 //
 // Everything that is summed is summed in an order that depends on the lengths alone, never on the number of threads.
 
@@ -11,21 +11,18 @@
 #include <tuple>
 #include <vector>
 
+#include "attention_bias.h"
 #include "dropout.h"
-#include "vec.h"
+#include "panels.h"
 
 namespace maelm {
 namespace {
 
 constexpr const char* kOp = "attention";
-constexpr int64_t kPanel = 16;        // columns of a panel: two Vec
-constexpr int64_t kTile = 6;          // rows of a product's tile: 6 x 2 sums fill the registers, with what they read
 constexpr int64_t kBlockBytes = 96 << 10;  // scores of a block of queries
-constexpr int64_t kMostRows = 60;     // of a block
+constexpr int64_t kMostRows = 60;          // of a block
 constexpr int64_t kPiecesOfLine = 16;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-inline int64_t padded(int64_t count) { return ceil_div(count, kPanel) * kPanel; }
 
 // Rows of a block of scores that are `width` wide: whole tiles, no more than there are.
 inline int64_t block_rows(int64_t rows, int64_t width) {
@@ -53,268 +50,41 @@ MAELM_INLINE Vec exponential(Vec x) {
   return x < least ? Vec{} : y;
 }
 
-MAELM_INLINE float total(Vec v) { return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7])); }
-
 MAELM_INLINE float largest(Vec v) {
   const auto most = [&](int a, int b) { return v[b] > v[a] ? v[b] : v[a]; };
   return std::max(std::max(most(0, 4), most(1, 5)), std::max(most(2, 6), most(3, 7)));
 }
 
-// Rows of one head: row r starts at data + r * stride and its columns lie side by side.
-struct Head {
-  float* data;
-  int64_t stride;
-  float* row(int64_t r) const { return data + r * stride; }
+struct Softmax {
+  float top, sum;  // the largest score, and the sum of exp(score - top)
 };
 
-// out[r][c] = sum over k < depth of a(r, k) * panel[k][c], or added to what is there, for 16 columns c. a(r, k) is
-// a[r * lda + k], or a[k * lda + r] if kTransposed.
-template <int kRows, bool kTransposed, bool kAdd>
-MAELM_INLINE void tile(const float* a, int64_t lda, const float* panel, int64_t depth, float* out, int64_t ldc) {
-  Vec sums[kRows][2] = {};
-  for (int64_t k = 0; k < depth; ++k) {
-    const Vec left = load<Vec>(panel + k * kPanel), right = load<Vec>(panel + k * kPanel + 8);
-#pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) {
-      const float x = kTransposed ? a[k * lda + r] : a[r * lda + k];
-      sums[r][0] += x * left;
-      sums[r][1] += x * right;
-    }
+// Turns a query's scores (width,), of which the first `keys` are real, into exp(score - top), the others into 0.
+MAELM_INLINE Softmax exponentials(float* row, int64_t keys, int64_t width) {
+  std::fill(row + keys, row + width, -kInfinity);
+  Vec most[2] = {load<Vec>(row), load<Vec>(row + 8)};
+  for (int64_t j = kPanel; j < width; j += kPanel) {
+    const Vec left = load<Vec>(row + j), right = load<Vec>(row + j + 8);
+    most[0] = left > most[0] ? left : most[0];
+    most[1] = right > most[1] ? right : most[1];
   }
-#pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r) {
-    float* to = out + r * ldc;
-    store<Vec>(to, kAdd ? load<Vec>(to) + sums[r][0] : sums[r][0]);
-    store<Vec>(to + 8, kAdd ? load<Vec>(to + 8) + sums[r][1] : sums[r][1]);
+  const float top = largest(most[1] > most[0] ? most[1] : most[0]);
+  Vec sums[2] = {};
+  for (int64_t j = 0; j < width; j += kPanel) {
+    const Vec left = exponential(load<Vec>(row + j) - top), right = exponential(load<Vec>(row + j + 8) - top);
+    sums[0] += left;
+    sums[1] += right;
+    store<Vec>(row + j, left);
+    store<Vec>(row + j + 8, right);
   }
+  return {top, total(sums[0] + sums[1])};
 }
-
-template <bool kTransposed, bool kAdd>
-void tile_of(int64_t rows, const float* a, int64_t lda, const float* panel, int64_t depth, float* out, int64_t ldc) {
-  switch (rows) {
-    case 6: return tile<6, kTransposed, kAdd>(a, lda, panel, depth, out, ldc);
-    case 5: return tile<5, kTransposed, kAdd>(a, lda, panel, depth, out, ldc);
-    case 4: return tile<4, kTransposed, kAdd>(a, lda, panel, depth, out, ldc);
-    case 3: return tile<3, kTransposed, kAdd>(a, lda, panel, depth, out, ldc);
-    case 2: return tile<2, kTransposed, kAdd>(a, lda, panel, depth, out, ldc);
-    default: return tile<1, kTransposed, kAdd>(a, lda, panel, depth, out, ldc);
-  }
-}
-
-// out (rows, columns) = a (rows, depth), or a (depth, rows) transposed, times b in panels `panel_step` floats apart.
-template <bool kTransposed, bool kAdd>
-void product(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t lda, const float* panels,
-             int64_t panel_step, float* out, int64_t ldc) {
-  for (int64_t column = 0; column < columns; column += kPanel, panels += panel_step) {
-    for (int64_t row = 0; row < rows; row += kTile) {
-      tile_of<kTransposed, kAdd>(std::min(kTile, rows - row), a + row * (kTransposed ? 1 : lda), lda, panels, depth,
-                                 out + row * ldc + column, ldc);
-    }
-  }
-}
-
-// The columns of x (rows, dim) in panels (dim / 16, rows, 16), times `factor`.
-void pack_columns(float* panels, const Head& x, int64_t rows, int64_t dim, float factor) {
-  for (int64_t column = 0; column < dim; column += kPanel) {
-    for (int64_t r = 0; r < rows; ++r, panels += kPanel) {
-      store<Vec>(panels, load<Vec>(x.row(r) + column) * factor);
-      store<Vec>(panels + 8, load<Vec>(x.row(r) + column + 8) * factor);
-    }
-  }
-}
-
-#ifdef __AVX2__
-MAELM_INLINE void transpose_8(float* to, int64_t to_stride, const float* const* from, float factor) {
-  Vec r[8], t[8];
-  for (int i = 0; i < 8; ++i) r[i] = load<Vec>(from[i]) * factor;
-  for (int i = 0; i < 8; i += 2) {
-    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-    r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xEE);
-    r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-    r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xEE);
-  }
-  for (int i = 0; i < 4; ++i) {
-    store<Vec>(to + i * to_stride, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-    store<Vec>(to + (i + 4) * to_stride, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
-  }
-}
-#else
-inline void transpose_8(float* to, int64_t to_stride, const float* const* from, float factor) {
-  for (int i = 0; i < 8; ++i) {
-    for (int j = 0; j < 8; ++j) to[i * to_stride + j] = from[j][i] * factor;
-  }
-}
-#endif
-
-// The rows of x (rows, dim) as columns in panels (ceil(rows / 16), dim, 16), times `factor`; zeros for absent rows.
-void pack_rows(float* panels, const Head& x, int64_t rows, int64_t dim, float factor) {
-  static const float kZeros[128] = {};
-  for (int64_t row = 0; row < padded(rows); row += 8) {
-    const float* from[8];
-    for (int64_t i = 0; i < 8; ++i) from[i] = row + i < rows ? x.row(row + i) : kZeros;
-    float* to = panels + row / kPanel * kPanel * dim + row % kPanel;
-    for (int64_t column = 0; column < dim; column += 8) {
-      transpose_8(to + column * kPanel, kPanel, from, factor);
-      for (auto& pointer : from) pointer += 8;
-    }
-  }
-}
-
-// The bias of every distance between the positions of a batch, per head: line, with its ends drawn out.
-class Distances {
- public:
-  Distances(const std::optional<Tensor>& line, const Tensor& q_positions, const Tensor& k_positions)
-      : reach_(line.has_value() ? line->size(1) / 2 : 0) {
-    if (!line.has_value() || q_positions.size(0) == 0 || k_positions.size(0) == 0) return;
-    const auto ends = [](const Tensor& positions) {
-      const auto* p = static_cast<const int32_t*>(positions.data_ptr());
-      const auto [low, high] = std::minmax_element(p, p + positions.size(0));
-      return std::pair<int64_t, int64_t>(*low, *high);
-    };
-    const auto [q_low, q_high] = ends(q_positions);
-    const auto [k_low, k_high] = ends(k_positions);
-    require(q_low >= 0 && k_low >= 0 && std::max(q_high, k_high) < kMost, kOp,
-            ": with a bias, positions must lie in [0, ", kMost, ")");
-    least_ = k_low - q_high;
-    width_ = k_high - q_low - least_ + 1;
-    stride_ = padded(width_) + kPanel;  // a span may read 15 past the last distance
-    const Tensor values = fp32(*line);
-    const auto* from = static_cast<const float*>(values.data_ptr());
-    data_.resize(static_cast<size_t>(line->size(0) * stride_));
-    for (int64_t head = 0; head < line->size(0); ++head) {
-      for (int64_t i = 0; i < stride_; ++i) data_[head * stride_ + i] = from[head * (2 * reach_ + 1) + place(i)];
-    }
-  }
-
-  // Of a head: the bias of key position k and query position q is row[k - q - least()].
-  const float* row(int64_t head) const { return data_.data() + head * stride_; }
-  int64_t least() const { return least_; }
-  int64_t stride() const { return stride_; }
-  // Adds what belongs to every distance, (stride(),), to what belongs to the line's, (2R+1,).
-  void fold(const float* by_distance, double* line) const {
-    for (int64_t i = 0; i < width_; ++i) line[place(i)] += static_cast<double>(by_distance[i]);
-  }
-
- private:
-  static constexpr int64_t kMost = 1 << 22;
-  int64_t place(int64_t i) const { return std::clamp(i + least_, -reach_, reach_) + reach_; }
-
-  int64_t reach_, least_ = 0, width_ = 0, stride_ = 0;
-  std::vector<float> data_;
-};
-
-// Where the biases of a sequence's keys lie, eight keys at a time. Removed tokens leave gaps between positions; as long
-// as eight keys lie within 16 positions, their biases are two neighbouring Vec, permuted.
-class Spans {
- public:
-  void set(const int32_t* positions, int64_t keys) {
-    positions_ = positions;
-    keys_ = keys;
-    spans_.resize(static_cast<size_t>(padded(keys) / 8));
-    for (size_t i = 0; i < spans_.size(); ++i) describe(spans_[i], static_cast<int64_t>(i) * 8);
-  }
-
-  // scores[j] += row[position of key j]; row is that of the query.
-  void add(float* scores, const float* row) const {
-    for (const Span& span : spans_) {
-      Vec bias;
-      if (span.near) {
-        bias = pick(row + span.base, span.at);
-      } else {
-        bias = Vec{};
-        for (int64_t lane = 0; lane < span.count; ++lane) bias[lane] = row[span.at[lane]];
-      }
-      store<Vec>(scores, load<Vec>(scores) + bias);
-      scores += 8;
-    }
-  }
-
-  // row[position of key j] += gradient[j]: spans take turns with two rows `apart`, since one and the next overlap, and
-  // reading what was just written would wait.
-  void add_back(const float* gradient, float* row, int64_t apart) const {
-    for (const Span& span : spans_) {
-      if (span.near) {
-        const Vec values = load<Vec>(gradient);
-        float* to = row + span.base;
-        store<Vec>(to, load<Vec>(to) + put(values, span.from[0]));
-        store<Vec>(to + 8, load<Vec>(to + 8) + put(values, span.from[1]));
-      } else {
-        for (int64_t lane = 0; lane < span.count; ++lane) row[span.at[lane]] += gradient[lane];
-      }
-      gradient += 8;
-      row += apart;
-      apart = -apart;
-    }
-  }
-
- private:
-  struct Span {
-    IntVec at;       // near: what of the 16 from base on belongs to a key. Else: the key's position
-    IntVec from[2];  // near: the lane of the key that each of the 16 belongs to, or -1
-    int64_t base, count;
-    bool near;
-  };
-
-  void describe(Span& span, int64_t first) const {
-    span.count = std::clamp<int64_t>(keys_ - first, 0, 8);
-    span.at = IntVec{};
-    span.from[0] = span.from[1] = IntVec{} - 1;
-    const int32_t* p = positions_ + first;
-    span.base = span.count > 0 ? *std::min_element(p, p + span.count) : positions_[0];
-    span.near = true;
-    for (int64_t lane = 0; lane < span.count; ++lane) {
-      const int64_t at = p[lane] - span.base;
-      if (at >= 16 || span.from[at / 8][at % 8] != -1) {
-        span.near = false;
-        break;
-      }
-      span.at[lane] = static_cast<int32_t>(at);
-      span.from[at / 8][at % 8] = static_cast<int32_t>(lane);
-    }
-    if (!span.near) {
-      for (int64_t lane = 0; lane < span.count; ++lane) span.at[lane] = p[lane];
-    }
-  }
-
-#ifdef __AVX2__
-  static MAELM_INLINE Vec pick(const float* from, IntVec at) {
-    const auto index = reinterpret_cast<__m256i>(at);
-    const Vec low = _mm256_permutevar8x32_ps(load<Vec>(from), index);
-    const Vec high = _mm256_permutevar8x32_ps(load<Vec>(from + 8), index);
-    return at > 7 ? high : low;
-  }
-  static MAELM_INLINE Vec put(Vec values, IntVec from) {
-    const Vec moved = _mm256_permutevar8x32_ps(values, reinterpret_cast<__m256i>(from));
-    return from >= 0 ? moved : Vec{};
-  }
-#else
-  static Vec pick(const float* from, IntVec at) {
-    Vec out;
-    for (int lane = 0; lane < 8; ++lane) out[lane] = from[at[lane]];
-    return out;
-  }
-  static Vec put(Vec values, IntVec from) {
-    Vec out;
-    for (int lane = 0; lane < 8; ++lane) out[lane] = from[lane] >= 0 ? values[from[lane]] : 0.0f;
-    return out;
-  }
-#endif
-
-  const int32_t* positions_ = nullptr;
-  int64_t keys_ = 0;
-  std::vector<Span> spans_;
-};
 
 // One call's tensors, checked.
 struct Call {
-  int64_t longest_q = 0, longest_k = 0;
   Tensor q, k, v;
   const int32_t *q_starts, *k_starts, *q_positions, *k_positions;
-  int64_t sequences, heads, dim;
+  int64_t sequences, heads, dim, longest_k = 0;
   float scale;
   Distances distances;
   bool biased;
@@ -326,23 +96,22 @@ struct Call {
       : q(rows(q_, "q")),
         k(rows(k_, "k")),
         v(rows(v_, "v")),
-        q_starts(starts(q_starts_, "q_starts", q.size(0), longest_q)),
-        k_starts(starts(k_starts_, "k_starts", k.size(0), longest_k)),
+        q_starts(starts(q_starts_, "q_starts", q.size(0))),
+        k_starts(starts(k_starts_, "k_starts", k.size(0))),
         q_positions(positions(q_positions_, "q_positions", q.size(0))),
         k_positions(positions(k_positions_, "k_positions", k.size(0))),
         sequences(q_starts_.size(0) - 1),
         heads(q.size(1)),
         dim(q.size(2)),
         scale(static_cast<float>(scale_)),
-        distances(line, q_positions_, k_positions_),
+        distances(checked(line, heads), q_positions_, k_positions_),
         biased(line.has_value()),
         dropout(dropout_p, seed, place, kOp) {
     require(dim == 16 || dim == 32 || dim == 64 || dim == 128, kOp, ": head_dim must be 16, 32, 64 or 128, not ", dim);
     require(k.size(1) == heads && k.size(2) == dim && v.size(0) == k.size(0) && v.size(1) == heads && v.size(2) == dim,
             kOp, ": k and v must have shape (rows, ", heads, ", ", dim, ")");
     require(k_starts_.size(0) == q_starts_.size(0), kOp, ": queries and keys must be as many sequences");
-    require(!biased || (line->dim() == 2 && line->size(0) == heads && line->size(1) % 2 == 1 && is_float(*line)), kOp,
-            ": line must be (heads, 2R+1), of floats");
+    for (int64_t s = 0; s < sequences; ++s) longest_k = std::max(longest_k, keys(s));
   }
 
   int64_t queries(int64_t s) const { return q_starts[s + 1] - q_starts[s]; }
@@ -369,15 +138,18 @@ struct Call {
             name, " must be a contiguous int32 vector of ", rows);
     return static_cast<const int32_t*>(x.data_ptr());
   }
-  static const int32_t* starts(const Tensor& x, const char* name, int64_t rows, int64_t& longest) {
+  static const std::optional<Tensor>& checked(const std::optional<Tensor>& line, int64_t heads) {
+    require(!line.has_value() ||
+                (line->dim() == 2 && line->size(0) == heads && line->size(1) % 2 == 1 && is_float(*line)),
+            kOp, ": line must be (heads, 2R+1), of fp32, bf16 or fp16");
+    return line;
+  }
+  static const int32_t* starts(const Tensor& x, const char* name, int64_t rows) {
     require(x.dim() == 1 && x.scalar_type() == ScalarType::Int && x.is_contiguous() && x.size(0) > 0, kOp, ": ", name,
             " must be a contiguous int32 vector");
     const auto* p = static_cast<const int32_t*>(x.data_ptr());
     bool ascend = p[0] == 0 && p[x.size(0) - 1] == rows;
-    for (int64_t s = 0; s + 1 < x.size(0); ++s) {
-      ascend = ascend && p[s] <= p[s + 1];
-      longest = std::max<int64_t>(longest, p[s + 1] - p[s]);
-    }
+    for (int64_t s = 0; s + 1 < x.size(0); ++s) ascend = ascend && p[s] <= p[s + 1];
     require(ascend, kOp, ": ", name, " must ascend from 0 to ", rows);
     return p;
   }
@@ -449,25 +221,9 @@ std::tuple<Tensor, Tensor> attention_native_fwd(Tensor q, Tensor k, Tensor v, st
           float* row = scores + r * width;
           const int64_t query = first + start + r;
           if (call.biased) spans.add(row, call.bias_row(h, query));
-          std::fill(row + keys, row + width, -kInfinity);
-          Vec most[2] = {load<Vec>(row), load<Vec>(row + 8)};
-          for (int64_t j = kPanel; j < width; j += kPanel) {
-            const Vec left = load<Vec>(row + j), right = load<Vec>(row + j + 8);
-            most[0] = left > most[0] ? left : most[0];
-            most[1] = right > most[1] ? right : most[1];
-          }
-          const float top = largest(most[1] > most[0] ? most[1] : most[0]);
-          Vec sums[2] = {};
-          for (int64_t j = 0; j < width; j += kPanel) {
-            const Vec left = exponential(load<Vec>(row + j) - top), right = exponential(load<Vec>(row + j + 8) - top);
-            sums[0] += left;
-            sums[1] += right;
-            store<Vec>(row + j, left);
-            store<Vec>(row + j + 8, right);
-          }
-          const float sum = total(sums[0] + sums[1]);
-          lse_of[start + r] = top + std::log(sum);
-          factors[r] = call.dropout.scale() / sum;
+          const Softmax softmax = exponentials(row, keys, width);
+          lse_of[start + r] = softmax.top + std::log(softmax.sum);
+          factors[r] = call.dropout.scale() / softmax.sum;
           if (call.dropout.on()) {
             const uint8_t* keep_bytes = kept(bytes, call.dropout, query, keys, h);
             for (int64_t j = 0; j < width; j += 8) store<Vec>(row + j, keep(load<Vec>(row + j), keep_bytes + j));

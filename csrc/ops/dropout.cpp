@@ -2,7 +2,7 @@
 
 #include "dropout.h"
 
-#include <algorithm>
+#include <cstring>
 
 #include "vec.h"
 

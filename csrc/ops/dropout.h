@@ -17,7 +17,8 @@ class Dropout {
 
   bool on() const { return on_; }
   float scale() const { return scale_; }
-  // Bytes of 0 or 255 for `width` columns of `row`; the buffer has buffer_size(width) of them. part: a head, in attention.
+  // Bytes of 0 or 255 for `width` columns of `row`; the buffer has buffer_size(width) of them. part: a head, in
+  // attention.
   void draw(uint8_t* bytes, int64_t row, int64_t width, int64_t part = 0) const;
   // The same for the attention weights of a query (its packed row) in one head, in the order of the keys.
   void draw_weights(uint8_t* bytes, int64_t row, int64_t keys, int64_t head) const;
@@ -50,7 +51,8 @@ class Mask {
 // out[row] = dropout(layer_norm(what sources.read gives for row)), and the row's mean and rstd.
 template <class Sources>
 void write_norms(const Sources& sources, int64_t rows, int64_t width, double eps, const Tensor& weight,
-                 const Tensor& bias, const Dropout& dropout, const Tensor& out, const Tensor& mean, const Tensor& rstd) {
+                 const Tensor& bias, const Dropout& dropout, const Tensor& out, const Tensor& mean,
+                 const Tensor& rstd) {
   const Rows to(out);
   const auto* w = static_cast<const float*>(weight.data_ptr());
   const auto* b = static_cast<const float*>(bias.data_ptr());

@@ -2,6 +2,7 @@
 // position, computing the gradient of the sum (kept in fp32) and the position table's; then by token. Either way a
 // table row is summed by one thread in one order.
 
+#include <algorithm>
 #include <tuple>
 
 #include "dropout.h"

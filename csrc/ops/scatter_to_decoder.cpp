@@ -1,6 +1,7 @@
 // The decoder's input on the CPU. The backward pass visits decoder slots in the order of their positions: a row of the
 // position table is then summed by one thread, in one order, and everything else falls out of the same visit.
 
+#include <algorithm>
 #include <tuple>
 
 #include "dropout.h"

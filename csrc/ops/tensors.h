@@ -4,7 +4,8 @@
 
 #include <cstdint>
 #include <optional>
-#include <string>
+#include <sstream>
+#include <stdexcept>
 #include <vector>
 
 #include <torch/csrc/stable/library.h>

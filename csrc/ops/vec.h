@@ -114,6 +114,8 @@ MAELM_INLINE Step keep(Step value, const uint8_t* bytes) {
   }
 }
 
+MAELM_INLINE float total(Vec v) { return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7])); }
+
 // A sum over a row. Four chains of additions, so that they need not wait for one another; their order is fixed.
 struct Sum {
   Vec chain[4] = {};
@@ -127,10 +129,7 @@ struct Sum {
   MAELM_INLINE void add(float value) {
     rest += value;
   }
-  float total() const {
-    const Vec sum = (chain[0] + chain[1]) + (chain[2] + chain[3]);
-    return ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7])) + rest;
-  }
+  float total() const { return maelm::total((chain[0] + chain[1]) + (chain[2] + chain[3])) + rest; }
 };
 
 template <class S, int kChain>
