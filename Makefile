@@ -61,10 +61,14 @@ bench-save: setup
 bench-compare: setup
 	$(BIN)/python -m pytest benchmarks/bench_ops.py --benchmark-compare --benchmark-compare-fail=median:10%
 
+# Most of the GPU tests' time is the compilation of kernels: side by side where pytest-xdist is there.
+XDIST = $(shell $(PYTHON) -c 'import importlib.util as u; print("-n 8 --dist=worksteal" if u.find_spec("xdist") else "")')
+
 # The machine's own packages, whatever they are: what is missing is skipped with its name.
 gpu:
-	MAELM_BUILD_EXT=auto $(PYTHON) setup.py --quiet build_ext --inplace
-	PYTHONPATH=. $(PYTHON) -m pytest -rs -m "not slow" tests/test_gpu.py tests/ops
+	TORCH_CUDA_ARCH_LIST=$$($(PYTHON) -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())') \
+		MAELM_BUILD_EXT=auto $(PYTHON) setup.py --quiet build_ext --inplace
+	PYTHONPATH=. $(PYTHON) -m pytest -rs -m "not slow" $(XDIST) tests/test_gpu.py tests/ops
 	PYTHONPATH=. $(PYTHON) -m benchmarks.ops --device cuda --dtype bf16 --sequences 256 --out benchmarks/results/ops_cuda.jsonl
 	PYTHONPATH=. $(PYTHON) -m benchmarks.attention --device cuda --out benchmarks/results/attention_cuda.jsonl
 	PYTHONPATH=. $(PYTHON) -m benchmarks.roofline --measure --batch 256 --rounds 3 --out benchmarks/results/ceilings_cuda.jsonl

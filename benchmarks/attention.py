@@ -374,13 +374,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
           f"[quartiles], TFLOP/s, times {YARDSTICK[device]} [quartiles]")  # fmt: skip
     # A compiled backward pass refuses to be walked twice, unless it is told not to reuse what the forward pass kept. It
     # asks on the thread it runs in, and a configuration holds for one thread: hence no others.
-    with functorch_config.patch(donated_buffer=False), torch.autograd.set_multithreading_enabled(False):
-        for setting in everything:
-            print(next(listing(setting)))
-            rows, skipped = measured(setting, rounds)
-            print("\n".join([*table(rows), *(f"  skipped: {line}" for line in skipped)]), flush=True)
-            if options.out:
-                append_rows(options.out, (machine | row for row in rows))
+    try:
+        with functorch_config.patch(donated_buffer=False), torch.autograd.set_multithreading_enabled(False):
+            for setting in everything:
+                print(next(listing(setting)))
+                rows, skipped = measured(setting, rounds)
+                print("\n".join([*table(rows), *(f"  skipped: {line}" for line in skipped)]), flush=True)
+                if options.out:
+                    append_rows(options.out, (machine | row for row in rows))
+    except UserError as error:  # ours cannot run here
+        print(f"python -m benchmarks.attention: error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

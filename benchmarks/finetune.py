@@ -193,6 +193,7 @@ class Comparison:
                 with quiet():
                     trainer.train()
                 seconds = time.perf_counter() - began
+                trainer.args.train_sampling_strategy = "random"  # grouping would order the predictions by length too
                 logits = trainer.predict(rows(self.validation.ids, self.labels)).predictions
         return Outcome(len(self.problem.train) * config.epochs / seconds, np.asarray(logits).argmax(-1))
 

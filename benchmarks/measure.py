@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import time
@@ -83,6 +84,13 @@ def environment(device: str) -> dict[str, Any]:
     }
 
 
+def resident_bytes(field: str) -> int:
+    """VmRSS or VmHWM (the peak), from Linux's account of this process. (getrusage's peak would include the parent's
+    before exec.)"""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:
     """The result of a call in a fresh process."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -102,5 +110,7 @@ def _cpu_model() -> str:
 
 
 def _git(*arguments: str) -> str:
+    if shutil.which("git") is None:
+        return ""
     done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return done.stdout.strip()

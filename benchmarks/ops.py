@@ -220,6 +220,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device=options.device, dtype=DTYPES[options.dtype], sequences=options.sequences, length=options.length,
         width=options.width,
     )  # fmt: skip
+    if min(setting.sequences, setting.length, setting.width, options.rounds) < 1 or setting.width % setting.heads:
+        parser.error("--sequences, --length and --rounds must be at least 1, --width a multiple of "
+                     f"{setting.heads}, the number of heads")  # fmt: skip
     machine = environment(options.device)
     bandwidth = copy_bandwidth(options.device)
     machine["copy_gb_per_s"] = round(bandwidth / 1e9, 1)

@@ -30,6 +30,7 @@ from benchmarks import ceilings
 from benchmarks.ceilings import CARDS, DEVICE_NAMES, FRESH_ABOVE, Card, Measured
 from benchmarks.classes import CLASSES
 from benchmarks.cost import Cost, Elements, Product, Scores, Step, count, masked_lengths, parameters, peak_memory, saved
+from benchmarks.goals import GOALS
 from benchmarks.measure import append_rows, environment
 from benchmarks.rows import Row, read_lines
 from maelm_fast import presets
@@ -84,12 +85,6 @@ OUR_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 ISSUES = 128  # a clock and multiprocessor: 4 warps of 32
 EXPONENTIALS = 16  # a clock and multiprocessor
 MATRIX_FLOPS = {80: 2048, 90: 4096}  # dense bf16, a clock and multiprocessor
-
-GOALS = {
-    ("h200", "base", False): (600e3, 680e3), ("h200", "base", True): (500e3, None),
-    ("h200", "roberta_base", False): (705e3, None), ("a100", "base", False): (230e3, 254e3),
-}  # fmt: skip
-"""Tokens/s of design.md: goal and stretch, by device, model and whether there are the paper's dropout and bias."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +264,8 @@ def measured_row(prediction: Prediction, rate: float, paths: Sequence[Path]) -> 
     return max(found, key=lambda row: row["date"], default=None)
 
 
-def report(prediction: Prediction, row: Row | None, by: str) -> Iterator[str]:
+def report(prediction: Prediction, row: Row | None, by: str, goals: str) -> Iterator[str]:
+    """row: the measured one. goals: those of this setting, in words."""
     step, lines = prediction.step, prediction.lines
     lengths = step.lengths
     gpu_rows = prediction.device.measured is not None or row is not None
@@ -301,7 +297,7 @@ def report(prediction: Prediction, row: Row | None, by: str) -> Iterator[str]:
             gap = f"{taken / (1000 * seconds) - 1:+7.0%}" if taken is not None and seconds else f"{'-':>7}"
             text += (f"{taken:13.2f}" if taken is not None else f"{'-':>13}") + gap
         yield f"{text}  {binding(group)}"
-    yield _summary(prediction, row)
+    yield _summary(prediction, row) + goals
     yield _memory(step, prediction.device)
 
 
@@ -313,11 +309,6 @@ def _summary(prediction: Prediction, row: Row | None) -> str:
     elif prediction.device.measured:
         rate = prediction.model_flops / prediction.seconds
         text += f", {rate / prediction.device.measured.square:.0%} of the large square product's rate"
-    config = prediction.step.config
-    both = config.dropout > 0 and config.relative_bias != "none"
-    neither = config.dropout == 0 and config.relative_bias == "none"
-    if (both or neither) and (goal := GOALS.get((prediction.device.name, prediction.model, both))):
-        text += f"; goal {goal[0]:,.0f}" + (f", stretch {goal[1]:,.0f}" if goal[1] else "")
     if row:
         speed = row["tokens_per_s"]
         text += (
@@ -339,15 +330,19 @@ def _memory(step: Step, device: Device) -> str:
     return text + (f" of {device.card.memory}" if device.card else "")
 
 
-def ratios(predictions: Sequence[Prediction]) -> Iterator[str]:
-    """MAE-LM over our own RoBERTa, beside the goals of design.md."""
-    speeds = {p.model: p.tokens_per_s for p in predictions}
-    lengths = predictions[0].step.lengths
-    many = sum(lengths.masked) >= 0.4 * sum(lengths.original) - len(lengths.original)
-    goals = {"base": "goal 0.85", "base_cross": f"goal {1.25 if many else 1.0}"}
-    for name, goal in goals.items():
-        if name in speeds and "roberta_base" in speeds:
-            yield f"  {name} over roberta_base: {speeds[name] / speeds['roberta_base']:.3f} tokens/s, {goal}"
+def goals_of(row: Row, measure: str) -> str:
+    """The goals for a predicted row, in words; "" if there is none."""
+    found = [goal for goal in GOALS if goal.measure == measure and goal.applies(row, row["dropout"], row["bias"])]
+    return "".join(f"; goal {g.least:,g}" + (f", stretch {g.stretch:,g}" if g.stretch else "") for g in found)
+
+
+def ratios(rows: Sequence[Row]) -> Iterator[str]:
+    """Of a device's predicted rows: MAE-LM over our own RoBERTa."""
+    speeds = {row["model"]: row["tokens_per_s"] for row in rows}
+    for row in rows:
+        if row["model"] in ("base", "base_cross") and "roberta_base" in speeds:
+            ratio = row["tokens_per_s"] / speeds["roberta_base"]
+            yield f"  {row['model']} over roberta_base: {ratio:.3f} tokens/s{goals_of(row, 'roberta_base')}"
 
 
 def result_row(prediction: Prediction, row: Row | None, rate: float) -> Row:
@@ -406,6 +401,8 @@ def names_of(chosen: str | None) -> list[str]:
 def steps(options: argparse.Namespace, kind: str) -> Iterator[tuple[str, Step]]:
     batch = options.batch or BATCH[kind]
     precision = options.precision or PRECISION[kind]
+    if kind == "cuda" and precision != "bf16":
+        raise UserError("a GPU's step is predicted in bf16 only: the peaks and the attention kernels' rates are bf16's")
     for model in options.models.split(","):
         config = model_config(model, options.dropout, options.bias)
         if options.seq > config.max_positions:
@@ -436,7 +433,7 @@ def run_predict(options: argparse.Namespace) -> None:
     paths = [options.measured] if options.measured else sorted(RESULTS.glob("train_step_*.jsonl"))
     if options.measured and not options.measured.is_file():
         raise UserError(f"no file {options.measured}")
-    rows = []
+    rows: list[Row] = []
     for name in names_of(options.device):
         kind = "cpu" if name == "cpu" else "cuda"
         try:
@@ -450,12 +447,12 @@ def run_predict(options: argparse.Namespace) -> None:
         print("\n".join(introduction(device)))
         for prediction in predictions:
             row = measured_row(prediction, options.rate, paths)
-            print("\n".join(report(prediction, row, options.by)))
+            rows.append(result_row(prediction, row, options.rate))
+            print("\n".join(report(prediction, row, options.by, goals_of(rows[-1], "tokens_per_s"))))
             products = {c.work for c in count(prediction.step) if isinstance(c.work, Product)}
             if device.measured and not device.measured.exact(products):
                 print("  some products were not measured at this shape: the nearest one's rate is taken")
-            rows.append(result_row(prediction, row, options.rate))
-        print("\n".join(ratios(predictions)))
+        print("\n".join(ratios(rows[-len(predictions) :])))
     if options.out:
         append_rows(options.out, rows)
 

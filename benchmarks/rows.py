@@ -16,15 +16,8 @@ from typing import Any
 from benchmarks.classes import CLASSES
 from maelm_fast.errors import UserError
 
-FORMATS = (
-    "train_step",
-    "ops",
-    "attention",
-    "loader",
-    "scaling",
-    "roofline",
-    "finetune",
-)  # a file is called FORMAT.jsonl or FORMAT_*.jsonl
+# a file is called FORMAT.jsonl or FORMAT_*.jsonl
+FORMATS = ("train_step", "ops", "attention", "loader", "scaling", "roofline", "finetune")
 PHASES = ("data", "forward", "backward", "optimizer")
 SETTING = ("device", "precision", "batch", "seq", "rate", "lengths")  # of a case, with its dropout and bias
 GPU = "NVIDIA"  # what the name of every GPU begins with

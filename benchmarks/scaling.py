@@ -50,7 +50,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.contestants import Contestant, Settings
-from benchmarks.measure import append_rows, environment, quartiles
+from benchmarks.measure import append_rows, environment, quartiles, resident_bytes
 from benchmarks.scaling_fits import Row, fit_lines, fits
 from benchmarks.scaling_plot import check_plot, plot
 from maelm_fast.config import ModelConfig, RuntimeConfig, require
@@ -247,17 +247,11 @@ def alone_mb(name: str, settings: Settings) -> float:
 def _growth_mb(name: str, settings: Settings) -> float:
     """What a small model's step has already touched of the libraries is not counted."""
     Contestant(name, SMALLEST.settings("cpu", settings.precision)).step()
-    before = _resident("VmRSS")
+    before = resident_bytes("VmRSS")
     contestant = Contestant(name, settings)
     for _ in range(2):
         contestant.step()
-    return (_resident("VmHWM") - before) / 1024
-
-
-def _resident(field: str) -> int:
-    """Kilobytes, from Linux's account of this process."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1])
+    return (resident_bytes("VmHWM") - before) / 2**20
 
 
 class Skipped(Exception):

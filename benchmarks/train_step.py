@@ -39,7 +39,7 @@ import torch._dynamo.utils
 
 from benchmarks.classes import CLASSES
 from benchmarks.contestants import PEERS, STEPS_PER_TURN, Contestant, Settings, model_flops, sees_mask
-from benchmarks.measure import alone, append_rows, environment, quartiles
+from benchmarks.measure import alone, append_rows, environment, quartiles, resident_bytes
 from benchmarks.padded import PaddedMaeLm, padded_inputs
 from benchmarks.peers import copy_weights, hugging_face_inputs, hugging_face_roberta
 from benchmarks.rows import COMPILED, PHASES
@@ -132,19 +132,13 @@ def _padded_gate(settings: Settings) -> tuple[float, float]:
 
 def peak_memory_mb(name: str, settings: Settings) -> float:
     """Megabytes (2**20 bytes) that two steps need, weights and optimiser included. Runs in a process of its own."""
-    before = 0 if settings.device == "cuda" else _resident("VmRSS")
+    before = 0 if settings.device == "cuda" else resident_bytes("VmRSS")
     contestant = Contestant(name, settings)
     for _ in range(2):
         contestant.step()
     if settings.device == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
-    return (_resident("VmHWM") - before) / 2**20
-
-
-def _resident(field: str) -> int:
-    """Bytes, from Linux's account of this process. (getrusage's peak would include the parent's before exec.)"""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
+    return (resident_bytes("VmHWM") - before) / 2**20
 
 
 class Joules:

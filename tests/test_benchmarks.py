@@ -15,10 +15,11 @@ from torch._C._autograd import DeviceType
 
 pytest.importorskip("transformers")
 
-from benchmarks import attention, contestants, shares, train_step
+from benchmarks import attention, contestants, ops, shares, train_step
 from benchmarks.classes import CLASSES
 from benchmarks.contestants import Contestant, Settings
 from benchmarks.padded import PaddedMaeLm
+from maelm_fast import native
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "ffn_size": 128, "vocab_size": 512}
 SETTINGS = Settings(batch=2, seq=64, dropout=0.1, bias=True, shape="tiny", changes=SMALL)
@@ -369,6 +370,23 @@ def test_attention_is_not_timed_when_the_gate_fails(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(attention.GATE, torch.float32, -1.0)
     with pytest.raises(SystemExit, match="nothing is timed"):
         attention.main(["--device", "cpu", "--cases", "kept", "--sequences", "2"])
+
+
+def test_attention_says_in_a_line_that_ours_cannot_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(native, "has", lambda op, device: False)
+    assert attention.main(["--device", "cpu", "--cases", "kept", "--sequences", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "error: attention: backend 'native' cannot run: " in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("wrong", [["--rounds", "0"], ["--sequences", "0"], ["--width", "100"]])
+def test_ops_refuses_sizes_that_cannot_be(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        ops.main(["--device", "cpu", *wrong])
+    assert "--width a multiple of 12, the number of heads" in capsys.readouterr().err
 
 
 def test_attention_list_names_every_case_and_runs_nothing(

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import bench_ops, report, rows
 from benchmarks.classes import CLASSES
+from benchmarks.goals import GOALS
 
 H200 = "NVIDIA H200"
 
@@ -135,7 +136,7 @@ def test_the_command_under_a_table_is_one_that_train_step_takes() -> None:
 def goals(found: Sequence[dict[str, Any]], model: str) -> list[str]:
     case = rows.Case({row["model"]: row for row in found})
     row = case.rows[model]
-    return [goal.verdict(row) for goal in report.GOALS if goal.applies(row, case.dropout, case.bias)]
+    return [goal.verdict(row) for goal in GOALS if goal.applies(row, case.dropout, case.bias)]
 
 
 def test_goals() -> None:

@@ -261,6 +261,11 @@ def test_table_has_every_class_and_says_projection(capsys: pytest.CaptureFixture
     by_op = table_of(capsys, *options, "--models", "base", "--by", "op", "--dropout", "0.1", "--bias")
     assert "encoder attention dkv, backward" in by_op
     assert "goal 500,000" in by_op
+    assert "base over roberta_base: 0.8" in printed
+    assert "tokens/s; goal 0.85\n" in printed
+    assert "tokens/s; goal 1\n" in printed  # base_cross at 15%
+    other = table_of(capsys, *options, "--seq", "128", "--rate", "0.4")
+    assert "; goal" not in other  # goals are for sequences of 512
 
 
 def test_measured_steps_stand_beside(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -417,6 +422,8 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert roofline.main(["--device", "h200", "--seq", "1024"]) == 2
     assert "512 positions" in capsys.readouterr().err
     assert roofline.main(["--device", "h200", "--models", "based"]) == 2
+    assert roofline.main(["--device", "h200", "--precision", "fp32"]) == 2  # all of a GPU's rates are bf16's
+    assert "in bf16 only" in capsys.readouterr().err
     for other in ({"decoder": "self_cross"}, {"decoder_hidden_size": 512}):
         with pytest.raises(UserError, match="not counted"):
             Step(dataclasses.replace(of("base"), **other), cost.masked_lengths(of("base"), [512], 0.15))
