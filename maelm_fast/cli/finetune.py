@@ -73,7 +73,7 @@ def parse(argv: list[str]) -> dict[str, Any]:
 
 def _task(options: dict[str, Any]) -> tasks.Task:
     name, kind = options["TASK"], options["task"]
-    own = {"--text-columns": options["text_columns"], "--label-column": options["label_column"]}
+    own = {f"--{option.replace('_', '-')}": options[option] for option in ("text_columns", "label_column", "name")}
     if kind is None:
         require(
             name is not None,
@@ -84,9 +84,10 @@ def _task(options: dict[str, Any]) -> tasks.Task:
         require(not given, f"{', '.join(given)}: for files of your own, with --task classification|regression")
         return tasks.get(name)
     require(name is None, f"'{name}' and --task {kind}: name one of the two")
-    for option, value in own.items():
-        require(value is not None, f"--task {kind} needs {option}")
-    return tasks.custom(kind, own["--text-columns"].split(","), own["--label-column"], name=options["name"])
+    for option in ("--text-columns", "--label-column"):
+        require(own[option] is not None, f"--task {kind} needs {option}")
+    columns = own["--text-columns"].split(",")
+    return tasks.custom(kind, columns, own["--label-column"], name=own["--name"] or "custom")
 
 
 def _parser() -> ArgumentParser:
@@ -115,7 +116,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--task", choices=KINDS, help="kind of task of files of your own")
     parser.add_argument("--text-columns", metavar="A[,B]", help="of files of your own: the text, or the pair")
     parser.add_argument("--label-column", metavar="Y", help="of files of your own")
-    parser.add_argument("--name", default="custom", help="of a task of your own, for reports")
+    parser.add_argument("--name", help="of a task of your own, for reports (default: custom)")
     parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of the options")
     parser.add_class_arguments(FinetuneConfig, None, as_group=True)
     return parser

@@ -28,11 +28,12 @@ from maelm_fast.finetuning.prompting.fewshot import (
     base_config,
 )
 from maelm_fast.finetuning.prompting.masked_lm import load_masked_lm
-from maelm_fast.finetuning.prompting.report import DATA, REPORT, PrintedRow, write_report
+from maelm_fast.finetuning.prompting.report import DATA, REPORT, write_report
 from maelm_fast.finetuning.prompting.run import MODES, Mode, Plan, Question, check, engine_of, make_question, run_plan
 from maelm_fast.finetuning.prompting.templates import TEMPLATES, template_for
 from maelm_fast.finetuning.prompting.tokens import Prompts, label_ids, shown
 from maelm_fast.finetuning.run import Stopped
+from maelm_fast.finetuning.sweep_report import PrintedRow
 from maelm_fast.finetuning.tasks import Task
 from maelm_fast.training.stop import StopSignals
 
@@ -116,8 +117,8 @@ def _parser() -> argparse.ArgumentParser:
         "their own model (auto), or our kernels (packed)")  # fmt: skip
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--precision", choices=("auto", "bf16", "fp32"), default="auto")
-    add("--train", nargs="+", default=[], metavar="FILE", help="of the one TASK, if not DIR/train.*")
-    add("--validation", nargs="+", default=[], metavar="FILE", help="of the one TASK: the test")
+    add("--train", nargs="+", action="extend", default=[], metavar="FILE", help="of the one TASK, if not DIR/train.*")
+    add("--validation", nargs="+", action="extend", default=[], metavar="FILE", help="of the one TASK: the test")
     own = parser.add_argument_group("a task of your own, instead of TASK, with --template and --label-words")
     own.add_argument("--task", choices=("classification", "regression"))
     own.add_argument("--text-columns", metavar="A[,B]")

@@ -22,7 +22,8 @@ from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import TaskData, read_task
 from maelm_fast.finetuning.metrics import baselines
 from maelm_fast.finetuning.sweep import Model, Sweep, estimate, make_model, make_sweep, read_done, run_sweep
-from maelm_fast.finetuning.sweep_report import GLUE, PICTURE, REPORT, RUNS, draw, write_tables
+from maelm_fast.finetuning.sweep_plot import PICTURE, draw
+from maelm_fast.finetuning.sweep_report import GLUE, REPORT, RUNS, write_tables
 from maelm_fast.finetuning.tasks import Task
 
 PAPER = {"base": (paper.TABLE_1, 0), "base++": (paper.TABLE_1, 1), "large++": (paper.TABLE_6, 0)}
@@ -44,7 +45,8 @@ def main(argv: list[str]) -> int:
     finally:
         if out.exists():
             tables(sweep, out)
-    _finish(sweep, out)
+    if (out / REPORT).exists():  # not if it was stopped before anything began
+        _finish(sweep, out)
     done = read_done(out)
     if not to_the_end:
         left = len(done.unfinished(sweep))
@@ -70,8 +72,8 @@ def _parser() -> argparse.ArgumentParser:
         "checkpoint, or that of STEP) or a Hugging Face directory; give it again for more rows")  # fmt: skip
     add("--random-init", action="append", default=[], metavar="[LABEL=]DIR", help="a row for the same encoder with "
         "random weights, the control that pretraining must beat; may be given again")  # fmt: skip
-    add("--data", required=True, nargs="+", metavar="DIR", help="a directory with TASK/ or its files in it, or hub; of "
-        "several, a task takes the first that has TASK/")  # fmt: skip
+    add("--data", required=True, nargs="+", action="extend", metavar="DIR", help="a directory with TASK/ or its files "
+        "in it, or hub; of several, a task takes the first that has TASK/")  # fmt: skip
     known = "; ".join(f"{grid.name}: {grid.about}" for grid in grids.GRIDS.values())
     add("--grid", required=True, metavar="GRID", help=f"{known}; or a YAML file, see docs/sweeps.md")
     add("--out", required=True, metavar="OUT", help="ledger and reports; sweeps in one directory share runs")
@@ -93,8 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     own.add_argument("--text-columns", metavar="A[,B]")
     own.add_argument("--label-column", metavar="NAME")
     own.add_argument("--name", help="in the table (default: custom)")
-    own.add_argument("--train", nargs="+", default=[], metavar="FILE", help="training files, if not DIR/train.*")
-    own.add_argument("--validation", nargs="+", default=[], metavar="FILE")
+    own.add_argument("--train", nargs="+", action="extend", default=[], metavar="FILE",
+                     help="training files, if not DIR/train.*; also of a TASK, if there is only one")  # fmt: skip
+    own.add_argument("--validation", nargs="+", action="extend", default=[], metavar="FILE", help="likewise")
     return parser
 
 

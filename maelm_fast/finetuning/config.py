@@ -49,13 +49,15 @@ class FinetuneConfig:
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """bf16: autocast over fp32 weights. auto: bf16, but fp32 on a CPU without bf16 matrix instructions."""
     micro_batch_tokens: int = 16_384
-    """Tokens of a forward pass in training, which an update has several of if its examples are longer. Changes memory
-    and speed, not what is computed (up to rounding)."""
+    """Tokens of a forward pass in training, padding not counted, which an update has several of if its examples are
+    longer. Changes memory and speed, not what is computed, up to rounding and to which numbers dropout takes."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "max_length", "evaluations_per_epoch", "question_length", "stride"):
+        for name in (
+            "epochs", "batch_size", "evaluations_per_epoch", "question_length", "stride", "answer_length",
+            "micro_batch_tokens",
+        ):  # fmt: skip
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
-        require(self.answer_length >= 1, f"answer_length must be at least 1, not {self.answer_length}")
         require(self.lr > 0, f"lr must be positive, not {self.lr}")
         require(0.0 <= self.warmup < 1.0, f"warmup is a share of the updates, in [0, 1), not {self.warmup}")
         require(0.0 <= self.dropout < 1.0, f"dropout must lie in [0, 1), not {self.dropout}")
@@ -67,5 +69,4 @@ class FinetuneConfig:
         require(self.eps > 0, f"eps must be positive, not {self.eps}")
         require(self.clip_norm >= 0, f"clip_norm must not be negative (0 is off), not {self.clip_norm}")
         require(self.seed >= 0, f"seed must not be negative, not {self.seed}")
-        require(self.micro_batch_tokens >= 1, f"micro_batch_tokens must be at least 1, not {self.micro_batch_tokens}")
         require(self.max_length >= 8, f"max_length must be at least 8, not {self.max_length}")

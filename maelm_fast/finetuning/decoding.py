@@ -5,9 +5,9 @@ window ([CLS] counts as one of them), starts in the window that shows most of it
 `answer_length` tokens. The null score is the least over a question's windows of [CLS]'s start + end; null odds are the
 null score less the best answer's. The best answer is always given: blanking it is a matter of the threshold.
 
-Ours: if no pair among the 20 x 20 is legal (released: the answer "empty" with score 0), the best with one of the 20 and
-an end that is not, and failing that the best single token, is taken; and an answer neither starts nor ends in white
-space that is a token of its own.
+Ours: if no pair among the 20 x 20 is legal (released: the answer "empty" with score 0), the best that starts among the
+20 and ends anywhere, or is one token of the 20 ends, is taken, and failing that the best single token; and an answer
+neither starts nor ends in white space that is a token of its own.
 
 Shapes: Q questions, W windows, P passage tokens of all windows together, T all tokens of all windows.
 """
@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maelm_fast.finetuning.examples import SpanExamples
-from maelm_fast.finetuning.squad import exact, f1
-from maelm_fast.finetuning.windows import Windows
+from maelm_fast.finetuning.squad import question_scores
+from maelm_fast.finetuning.windows import Windows, first_answer
 
 N_BEST = 20
 _OUTSIDER = 1e9  # more than any logit; in float64 it leaves seven digits behind the point
@@ -114,16 +114,17 @@ def error_examples(
     kinds: dict[str, list[tuple[float, float, int]]] = {
         name: [] for name in ("right_answers", "wrong_spans", "missed", "right_refusals", "false_answers")
     }
-    for i, (answers, text, odds) in enumerate(zip(examples.answers, decoded.texts, decoded.null_odds, strict=True)):
+    exacts, f1s = question_scores(dict(zip(examples.ids, decoded.texts, strict=True)), examples)
+    for i, (answers, odds) in enumerate(zip(examples.answers, decoded.null_odds, strict=True)):
         refused = odds > threshold
         if not answers:
             kinds["right_refusals" if refused else "false_answers"].append((0.0, odds, i))
         elif refused:
             kinds["missed"].append((0.0, -odds, i))
-        elif max(exact(answer.text, text) for answer in answers):
+        elif exacts[i]:
             kinds["right_answers"].append((0.0, odds, i))
         else:
-            kinds["wrong_spans"].append((max(f1(answer.text, text) for answer in answers), odds, i))
+            kinds["wrong_spans"].append((f1s[i], odds, i))
     return {
         "threshold": threshold,
         "counts": {name: len(rows) for name, rows in kinds.items()},
@@ -135,7 +136,7 @@ def error_examples(
 
 
 def _described(examples: SpanExamples, decoded: Decoded, i: int, around: int) -> dict[str, Any]:
-    context, answers = examples.contexts[i], examples.answers[i]
+    context = examples.contexts[i]
     found = context.find(decoded.texts[i], int(decoded.starts[i]))
     row = {
         "id": examples.ids[i],
@@ -146,9 +147,8 @@ def _described(examples: SpanExamples, decoded: Decoded, i: int, around: int) ->
         "null_odds": float(decoded.null_odds[i]),
         "around_text": _excerpt(context, found, found + len(decoded.texts[i]), around),
     }
-    if places := [answer for answer in answers if answer.start >= 0]:
-        start = places[0].start
-        row["around_answer"] = _excerpt(context, start, start + len(places[0].text), around)
+    if (answer := first_answer(examples.answers[i])) is not None:
+        row["around_answer"] = _excerpt(context, answer.start, answer.start + len(answer.text), around)
     return row
 
 

@@ -161,14 +161,8 @@ class TransformersEncoder(TextEncoder):
         dropout_seed: Tensor | int | None = None,
     ) -> Tensor:
         require(not (first_only and layers is not None), "layers are of all tokens: not with first_only")
-        shape = (len(batch.layout.lengths), batch.layout.max_seqlen)
         places = padded_places(batch.layout)
-        inputs = {
-            "input_ids": padded(batch.ids, places, shape, self.tokenizer.pad_id),
-            "attention_mask": padded(torch.ones_like(batch.ids), places, shape, 0),
-        }
-        if batch.token_types is not None:
-            inputs["token_type_ids"] = padded(batch.token_types, places, shape, 0)
+        inputs = padded_inputs(batch, places, self.tokenizer.pad_id)
         seed = dropout_seed if self.training and isinstance(dropout_seed, int) else None
         with seeded(seed, batch.ids.device):
             output = self.model(**inputs, output_hidden_states=layers is not None)
@@ -195,15 +189,31 @@ def padded(values: Tensor, places: Tensor, shape: tuple[int, int], filling: int)
     return flat.index_copy(0, places, values.long()).view(shape)
 
 
+def padded_inputs(batch: TokenBatch, places: Tensor, pad_id: int) -> dict[str, Tensor]:
+    """What a model of transformers is called with. places: padded_places of the batch's layout."""
+    shape = (len(batch.layout.lengths), batch.layout.max_seqlen)
+    inputs = {
+        "input_ids": padded(batch.ids, places, shape, pad_id),
+        "attention_mask": padded(torch.ones_like(batch.ids), places, shape, 0),
+    }
+    if batch.token_types is not None:
+        inputs["token_type_ids"] = padded(batch.token_types, places, shape, 0)
+    return inputs
+
+
 @contextlib.contextmanager
 def seeded(seed: int | None, device: torch.device | None = None) -> Iterator[None]:
-    """PyTorch's generators as `seed` sets them; afterwards as they were. Nothing is done if seed is None."""
+    """PyTorch's generator of the CPU and of `device` as `seed` sets them; afterwards as they were. Nothing is done if
+    seed is None."""
     if seed is None:
         yield
         return
-    devices = [device] if device is not None and device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+    gpus = [device] if device is not None and device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would set every GPU's, which nothing sets back
+        for gpu in gpus:
+            with torch.cuda.device(gpu):
+                torch.cuda.manual_seed(seed)
         yield
 
 

@@ -27,6 +27,7 @@ from maelm_fast.finetuning.tasks import Task, with_labels, with_range
 _WHOLE = re.compile(r"[+-]?\d+")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)")
 _AS_FLOAT = re.compile(r"([+-]?\d+)\.0*")  # a whole number as it is written after its column had become floats
+_LARGEST = float(np.finfo(np.float32).max)  # scores are kept in fp32
 _SUBSET_SEED = 0  # of --limit: one subset for all, and a smaller one lies within a larger one
 
 
@@ -115,7 +116,7 @@ def read_task(
     train, validation: files of the directory, or any paths (of the hub: names of splits), when these are not plain;
     several are put one after the other, except that a task with two validation splits takes each file for the split
     its name starts with. limit: that many of the training examples, a fixed pseudo-random choice.
-    A split other than the first validation split may be missing, which is noted. Raises UserError on the first fault.
+    A directory may lack a validation split other than the first, which is noted. Raises UserError on the first fault.
     """
     require(limit is None or limit >= 1, f"--limit is a number of training examples, at least 1, not {limit}")
     tables, notes = find_tables(task, data, train, validation)
@@ -213,28 +214,30 @@ def _examples(
 
 
 def _ids(task: Task, split: str, tables: list[Table], notes: list[str]) -> list[str]:
-    """Names of the rows: the id (idx) column, or numbers from 0; with the file's where several were put together."""
+    """Names of the rows: the id (idx) column, or numbers from 0; with the file's where several were put together, but
+    for ids of questions, which are their own."""
     ids: list[str] = []
-    for table in tables:
+    files = [Path(table.source).name for table in tables]
+    if len(set(files)) < len(files):
+        files = [table.source for table in tables]
+    for table, file in zip(tables, files, strict=True):
         column = next((name for name in ("id", "idx") if name in table.columns), None)
-        names = [str(i) for i in range(len(table))]
-        if column and all(value not in (None, "") for value in table.columns[column]):
-            names = [str(value) for value in table.columns[column]]
-        if len(set(names)) < len(names):
-            repeated, count = Counter(names).most_common(1)[0]
+        names = [str(value) for value in table.columns[column] if value not in (None, "")] if column else []
+        own = len(set(names)) == len(table)
+        if not own and column:
+            repeated, count = Counter(names).most_common(1)[0] if names else ("", 0)
             require(
-                not task.official,
+                count < 2 or not task.official,
                 f"{table.source}: {count} rows have the {column} '{repeated}': each needs its own",
             )
             notes.append(
-                f"{split}: column '{column}' of {table.source} repeats values, so rows go by their numbers from 0"
+                f"{split}: column '{column}' of {table.source} {'repeats' if count > 1 else 'lacks'} values, "
+                f"so rows go by their numbers from 0"
             )
+        if not own:
             names = [str(i) for i in range(len(table))]
-        ids += (
-            names
-            if len(tables) == 1 or task.kind == "spans"
-            else [f"{Path(table.source).name}:{name}" for name in names]
-        )
+        single = len(tables) == 1 or (own and task.kind == "spans")
+        ids += names if single else [f"{file}:{name}" for name in names]
     if len(set(ids)) < len(ids):
         repeated = Counter(ids).most_common(1)[0][0]
         raise UserError(f"{split}: id '{repeated}' occurs in two of its files: remove one of these rows, or files")
@@ -280,8 +283,7 @@ def _require_texts(task: Task, split: str, tables: list[Table], texts: tuple[lis
 def _class_name(value: Any, described: tuple[str, ...] | None, table: Table, row: int) -> str:
     """A label as a class's name, or as the digits of its id. described: the names that the file gives to ids."""
     where = table.where(row)
-    if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
-        raise UserError(f"{where} has no label: label or remove the row")
+    _require_label(value, where)
     if isinstance(value, float) and value.is_integer():  # integers with nulls among them become floats in pandas
         value = int(value)
     if not isinstance(value, (str, int)):
@@ -293,6 +295,12 @@ def _class_name(value: Any, described: tuple[str, ...] | None, table: Table, row
     if described and isinstance(value, int) and 0 <= value < len(described):
         return described[value]
     return str(value).strip()
+
+
+def _require_label(value: Any, where: str) -> None:
+    absent = value is None or (isinstance(value, float) and math.isnan(value))
+    if absent or (isinstance(value, str) and not value.strip()):
+        raise UserError(f"{where} has no label: label or remove the row")
 
 
 def _classes(task: Task, table: Table) -> NDArray[np.int64]:
@@ -321,13 +329,12 @@ def _classes(task: Task, table: Table) -> NDArray[np.int64]:
 
 def _score(value: Any, table: Table, row: int, allowed: tuple[float, float] | None) -> float:
     where = table.where(row)
-    if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
-        raise UserError(f"{where} has no label: label or remove the row")
+    _require_label(value, where)
     try:
         score = float("no number" if isinstance(value, bool) else value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise UserError(f"{where}: label '{str(value)[:40]}' is not a number: mend or remove the row") from None
-    require(bool(np.isfinite(score)), f"{where}: label {score} is not finite: mend or remove the row")
+    require(abs(score) <= _LARGEST, f"{where}: label {score} is not finite in fp32: mend or remove the row")
     if allowed is not None:
         hidden = ": -1 stands for a hidden label, use a split that has labels" if score == -1 else ": mend the row"
         require(
@@ -372,8 +379,10 @@ def _answer_pairs(value: Any, where: str) -> list[tuple[str, int]]:
     try:
         if isinstance(value, dict):
             pairs = list(zip(value["text"], value["answer_start"], strict=True))
-        else:
+        elif isinstance(value, list):
             pairs = [(answer["text"], answer["answer_start"]) for answer in value]
+        else:
+            raise TypeError("an empty field of a csv file is no list")
     except (KeyError, TypeError, ValueError):
         raise UserError(
             f'{where}: the answers are not as in SQuAD: write {{"text": [...], "answer_start": [...]}}, empty lists '

@@ -15,7 +15,8 @@ from maelm_fast.training.files import checksum
 from maelm_fast.training.rundir import RunDir
 
 NOT_DECIDING = ("device", "precision", "micro_batch_tokens")
-"""Fields of FinetuneConfig that change where and how fast a run runs; what comes of it, up to rounding, not."""
+"""Fields of FinetuneConfig that change where and how fast a run runs; what comes of it, up to rounding and to which
+numbers dropout takes, not."""
 _WEIGHTS = (".safetensors", ".bin")
 _DESCRIPTIONS = (".json", ".txt", ".model", ".py")
 _ABOUT_WEIGHTS = ("checksums.json", ".index.json")

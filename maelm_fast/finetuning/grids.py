@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -68,10 +68,12 @@ class Grid:
     common: Values = field(default_factory=dict)
     """For every task."""
     sections: Mapping[str, Values] = field(default_factory=dict)
-    """For a group ("small", "large", "squad") or a task, by name; a task's override its group's, these `common`."""
+    """For a group ("small", "large", "squad") or a task, by name, the user's own being "custom"; a task's override its
+    group's, these `common`."""
 
     def values(self, task: Task) -> dict[str, tuple[Any, ...]]:
-        return {**self.common, **self.sections.get(task.group, {}), **self.sections.get(task.name, {})}
+        own = task.name if task.name in TASKS else "custom"
+        return {**self.common, **self.sections.get(task.group, {}), **self.sections.get(own, {})}
 
     def size(self, task: Task) -> int:
         """Cells of the task's whole grid."""
@@ -85,10 +87,10 @@ class Grid:
         values = self.values(task)
         searched = tuple(name for name, several in values.items() if len(several) > 1)
         combinations = list(itertools.product(*values.values()))
-        chosen = range(len(combinations))
+        chosen: Sequence[int] = range(len(combinations))
         if budget is not None and budget < len(combinations):
             drawn = permutation(np.arange(budget, dtype=np.int64), len(combinations), _BUDGET_SEED, 0)
-            chosen = sorted(drawn.tolist())  # type: ignore[assignment]
+            chosen = sorted(drawn.tolist())
         cells = []
         for i in chosen:
             named = dict(zip(values, combinations[i], strict=True))
@@ -155,7 +157,7 @@ def get(name_or_file: str) -> Grid:
 
 def read(path: Path) -> Grid:
     """A grid from YAML: `field: [values]`, or `field: value`, over FinetuneConfig's fields; and sections of the same
-    under a task's name or a group's (small, large, squad), which hold for these only. Raises UserError."""
+    under the name of a task, of a group (small, large, squad) or "custom". Raises UserError."""
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError:
@@ -208,6 +210,10 @@ def _values(data: dict[Any, Any], where: str) -> dict[str, tuple[Any, ...]]:
         for one in typed:
             require(typed.count(one) == 1, f"{where}: {name} has the value {one} twice: every cell runs once")
             _allowed(name, one, where)
+        require(
+            name != "precision" or len(typed) == 1,
+            f"{where}: precision takes one value: it is not searched over, for it does not tell one run from another",
+        )
         result[name] = typed
     return result
 

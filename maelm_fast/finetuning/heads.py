@@ -31,8 +31,14 @@ class SequenceHead(nn.Module):
         x = ops.dropout(first, dropout.p, dropout.seed, dropout.at(_PLACE, 0).place)
         x = torch.tanh(self.dense(x))
         x = ops.dropout(x, dropout.p, dropout.seed, dropout.at(_PLACE, 1).place)
-        logits: Tensor = self.out(x)
-        return logits.float() if logits.element_size() < 4 else logits
+        return _unrounded(self.out, x)
+
+
+def _unrounded(out: nn.Linear, x: Tensor) -> Tensor:
+    """out(x) in fp32 also under autocast: with bf16's 8 bits the logits of two span ends are often equal."""
+    with torch.autocast(x.device.type, enabled=False):
+        logits: Tensor = out(x.float() if x.element_size() < 4 else x)
+    return logits
 
 
 class SpanHead(nn.Module):
@@ -46,8 +52,7 @@ class SpanHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (T, d). Returns (T, 2) fp32."""
-        logits: Tensor = self.out(x)
-        return logits.float() if logits.element_size() < 4 else logits
+        return _unrounded(self.out, x)
 
 
 class SequenceModel(nn.Module):

@@ -85,13 +85,14 @@ def finetune(
     require(not (random_init and step is not None), "--random-init has no checkpoint: leave out --step")
     device, precision = device_of(config)
     require_transformers()  # to save the model with, in the end
-    floor = baselines(data)
     record = _record(origin, data, config, seeds)
     _check_out(out, record)
+    floor = baselines(data)
     encoder = origin.load(config, seeds[0])
     problem = make_problem(data, encoder, config)
     with lock(out / ".lock") as ours:
         require(ours, f"{out} is in use by another process")
+        _check_out(out, record)  # again: another process may have been here meanwhile
         _start_files(out, record, environment(device, precision))
         say(_banner(encoder, problem, config, seeds, device, precision))
         for note in data.notes:
@@ -117,6 +118,8 @@ def finetune(
             say(f"{out}: already finished")
         else:
             _finish(origin, problem, config, out, results, floor, say)
+        for name in ("seeds", "state"):
+            shutil.rmtree(out / name, ignore_errors=True)
     say(table(data, results, floor))
     say(f"written: {out}")
     return results
@@ -168,9 +171,7 @@ def _one_seed(
     try:
         write_directory(kept, fill)
     except OSError as error:
-        raise UserError(
-            f"cannot write {kept}: {error.strerror or error}; free some space, and the same command goes on"
-        ) from None
+        raise UserError(f"cannot write {kept}: {error}; free some space, and the same command goes on") from None
     return result.to_dict()
 
 
@@ -183,7 +184,7 @@ def _finish(
     floor: dict[str, dict[str, float]],
     say: Callable[[str], None],
 ) -> None:
-    """The report and the model of the median seed. What is in the way of them, weights of all seeds, goes last."""
+    """The model of the median seed, and the report."""
     chosen = median_of(results)
     kept = out / "seeds" / f"seed_{chosen.seed}"
     if fault := damage(kept):
@@ -201,8 +202,6 @@ def _finish(
     evaluation = Evaluation(**json.loads((kept / "evaluation.json").read_text(encoding="utf-8")))
     about = {**dataclasses.asdict(origin), "saved": saved.note}
     write_report(out, about, problem.data, results, evaluation, floor, before, after, say)
-    shutil.rmtree(out / "seeds")
-    shutil.rmtree(out / "state", ignore_errors=True)
 
 
 def _record(origin: Origin, data: TaskData, config: FinetuneConfig, seeds: Sequence[int]) -> dict[str, Any]:
@@ -251,10 +250,13 @@ def _check_out(out: Path, record: dict[str, Any]) -> None:
 
 def _start_files(out: Path, record: dict[str, Any], env: dict[str, Any]) -> None:
     file = out / "env.json"
-    starts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    write_json(file, [*starts, {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **env}])
-    if not (out / CONFIG_FILE).exists():
-        write_text(out / CONFIG_FILE, yaml.safe_dump(record, sort_keys=False, allow_unicode=True))
+    try:
+        starts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+        if not (out / CONFIG_FILE).exists():  # first: without it the directory is not known as a job's
+            write_text(out / CONFIG_FILE, yaml.safe_dump(record, sort_keys=False, allow_unicode=True))
+        write_json(file, [*starts, {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **env}])
+    except OSError as error:
+        raise UserError(f"cannot write in {out}: {error.strerror or error}") from None
 
 
 def _banner(

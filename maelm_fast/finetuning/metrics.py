@@ -88,10 +88,10 @@ def baselines(data: TaskData, split: str | None = None) -> dict[str, dict[str, f
     "mean", and the other two as linear regressions. SQuAD: "no answer", and "first sentence" of the passage.
     split: of the validation splits, the first if not given.
     """
-    require_scikit_learn()
     validation = data.validation[split or next(iter(data.validation))]
     if isinstance(validation, SpanExamples):
         return _span_baselines(validation)
+    require_scikit_learn()
     if not isinstance(data.train, Examples):
         raise ValueError("training and validation examples are of different kinds")
     fitted = {"length": _lengths}

@@ -85,13 +85,17 @@ class SentenceProblem:
     def __init__(self, data: TaskData, encoder: TextEncoder, config: FinetuneConfig) -> None:
         self.data, self.task = data, data.task
         longest = min(config.max_length, encoder.max_length)
-        self.train = _encode(data.train, encoder, longest)
-        self.validation = {name: _encode(split, encoder, longest) for name, split in data.validation.items()}
+        assert isinstance(data.train, Examples)
+
+        def encode(examples: Any) -> Inputs:
+            return encoder.tokenizer.encode(examples.texts, longest)
+
+        self.train = encode(data.train)
+        self.validation = {name: encode(split) for name, split in data.validation.items()}
         self.lengths: Sequence[int] = self.train.lengths
         self.validation_inputs = concatenated(list(self.validation.values()))
-        labels = data.train.labels if isinstance(data.train, Examples) else np.empty(0)
-        regression = self.task.kind == "regression"
-        self.targets = torch.from_numpy(self.task.scale(labels) if regression else labels.astype(np.int64))
+        labels = data.train.labels
+        self.targets = torch.from_numpy(self.task.scale(labels) if self.task.kind == "regression" else labels)
         self.truncation = {
             "max_length": longest,
             **{
@@ -142,10 +146,6 @@ class SentenceProblem:
             metrics[split] = evaluate(self.task, found, examples.labels)
             predictions += [{"id": i, "split": split, **row} for i, row in zip(examples.ids, rows, strict=True)]
         return Evaluation(metrics, predictions, {"confusion": matrices} if matrices else {})
-
-
-def _encode(examples: Any, encoder: TextEncoder, longest: int) -> Inputs:
-    return encoder.tokenizer.encode(examples.texts, longest)
 
 
 def concatenated(parts: Sequence[Inputs]) -> Inputs:

@@ -3,8 +3,8 @@
 report.json        everything below as data, with every seed's curve
 REPORT.md          the same to be read
 curves.png         training loss, development metric, effective rank before and after
-confusion.png      classification: counts by class; regression: predicted against given scores. (SQuAD's examples of
-                   errors are in REPORT.md and report.json.)
+confusion.png      classification: counts by class, of MAX_CLASSES at most; regression: predicted against given scores.
+                   (SQuAD's examples of errors are in REPORT.md and report.json.)
 predictions.jsonl  a row per development example, of the median seed
 
 The median seed is the one whose best value is the median of all, of an even number the lower of the two in the middle.
@@ -34,6 +34,7 @@ from maelm_fast.errors import UserError
 from maelm_fast.finetuning.batches import evaluation_batches, token_batch
 from maelm_fast.finetuning.encoders import TextEncoder
 from maelm_fast.finetuning.examples import TaskData
+from maelm_fast.finetuning.markdown import table as markdown_table
 from maelm_fast.finetuning.problem import EVALUATION_TOKENS, Evaluation, autocast
 from maelm_fast.finetuning.text import Inputs
 from maelm_fast.training.files import write_json, write_text
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 REPORT_FILE = "report.json"
 RANK_INPUTS = 2048
 """Development inputs that effective ranks are measured on, at most."""
+MAX_CLASSES = 40
+"""Of a confusion matrix that is printed and drawn; a larger one is in report.json alone."""
 
 _UNTOLD = {
     True: ("seed", "device", "precision", "micro_batch_tokens"),
@@ -81,7 +84,7 @@ def effective_ranks(encoder: TextEncoder, inputs: Inputs, device: torch.device, 
 
 def median_of(results: Sequence[Result]) -> Result:
     """The run whose best value is the median; of an even number the lower of the middle two, of equals the first."""
-    ranked = sorted(results, key=lambda result: -math.inf if math.isnan(result.best) else result.best)
+    ranked = sorted(results, key=lambda result: result.best)
     return ranked[(len(ranked) - 1) // 2]
 
 
@@ -152,7 +155,9 @@ def write_report(
             say(f"no pictures: {error}")
         else:
             _plot_curves(values, results, out / "curves.png")
-            if task.kind != "spans":
+            if len(task.labels) > MAX_CLASSES:
+                say(f"no confusion.png: {len(task.labels)} classes are too many; the counts are in {REPORT_FILE}")
+            elif task.kind != "spans":
                 _plot_confusion(values, evaluation, out / "confusion.png")
         write_json(out / REPORT_FILE, values)
     except OSError as error:
@@ -162,7 +167,8 @@ def write_report(
 def table(data: TaskData, results: Sequence[Result], baselines: dict[str, dict[str, float]]) -> str:
     """For the terminal: a row per baseline, per seed and for their median, a column per metric of the first split."""
     task, first = data.task, next(iter(data.validation))
-    names = [task.metric, *(name for name in task.metrics if name != task.metric)]
+    has = results[0].metrics[first]  # SQuAD: without unanswerable questions no metrics of them
+    names = [task.metric, *(name for name in task.metrics if name != task.metric and name in has)]
     rows = [["", *names, f"last {task.metric}", "seconds", f"{_items(data)}/s"]]
     rows += [[name, *(number(found.get(metric)) for metric in names), "", "", ""] for name, found in baselines.items()]
     for result in results:
@@ -194,89 +200,107 @@ def _splits(truncation: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _markdown(values: dict[str, Any], data: TaskData, results: Sequence[Result]) -> str:
-    total, model, config = values["summary"], values["model"], results[0].config
+    model, chosen = values["model"], values["summary"]["median_seed"]
     step = "" if model["step"] is None else f", step {model['step']:,}"
     start = "randomly initialised" if model["random_init"] else f"pretrained{step}"
-    evaluations = len(results[0].curve)
+    places = ", ".join(dict.fromkeys(f"{result.device} in {result.precision}" for result in results))
     lines = [
         f"# {values['title']}: {model['name']}",
         "",
-        f"`{model['path']}`, {start}, engine {model['engine']}; {results[0].device} in {results[0].precision}. "
-        f"In model/ that of the median seed, {total['median_seed']}: {model['saved']}",
+        f"`{model['path']}`, {start}, engine {model['engine']}; {places}. In model/ that of the median seed, {chosen}: "
+        f"{model['saved']}",
         "",
         *(f"- {name}: {part['examples']:,} examples, {part['source']}" for name, part in values["data"].items()),
         *(f"- {note}" for note in values["notes"]),
         "",
-        f"Numbers are of the development set, in percent. *Best* is the best of {evaluations} evaluations by "
+        f"Numbers are of the development set, in percent. *Best* is the best of {len(results[0].curve)} evaluations by "
         f"{values['metric']}, as the paper reports; *last* is after the last update. No test set was used.",
         "",
+        *_metrics(values, data, results),
+        *_settings(values, data, results),
+        *_truncation(values),
+        *_ranks(values),
     ]
-    for split, found in total["metrics_at_best"].items():
+    for split, matrix in values["details"].get("confusion", {}).items():
+        lines += [f"## Confusion on {split}, seed {chosen}", "", *_confusion(matrix, values["classes"])]
+    for split, found in values["details"].get("errors", {}).items():
+        lines += [f"## Errors on {split}, seed {chosen}", "", *_errors(found)]
+    return "\n".join(lines)
+
+
+def _metrics(values: dict[str, Any], data: TaskData, results: Sequence[Result]) -> list[str]:
+    """A table per development split; the first has the baselines."""
+    lines = []
+    for split, found in values["summary"]["metrics_at_best"].items():
         metrics = {name: s for name, s in found.items() if name in data.task.metrics or name.endswith("_thresh")}
-        first = split == next(iter(total["metrics_at_best"]))
-        lines += [
-            f"## {split}",
-            "",
-            "| |" + "".join(f" {name} |" for name in metrics),
-            "|---" * (len(metrics) + 1) + "|",
-        ]
-        if first:
+        rows = []
+        if split == next(iter(data.validation)):
             for name, floor in values["baselines"].items():
-                lines.append(f"| {name} |" + "".join(f" {number(floor.get(metric))} |" for metric in metrics))
+                rows.append([name, *(number(floor.get(metric)) for metric in metrics)])
         for result in results:
-            best = result.metrics[split]
-            lines.append(f"| seed {result.seed}, best |" + "".join(f" {best[metric]:.2f} |" for metric in metrics))
-            last = result.curve[-1]["metrics"][split]
-            lines.append(f"| seed {result.seed}, last |" + "".join(f" {last[metric]:.2f} |" for metric in metrics))
-        lines.append("| **median, best** |" + "".join(f" **{s['median']:.2f}** |" for s in metrics.values()))
+            for when, at in (("best", result.metrics), ("last", result.curve[-1]["metrics"])):
+                rows.append([f"seed {result.seed}, {when}", *(number(at[split][metric]) for metric in metrics)])
+        rows.append(["**median, best**", *(f"**{s['median']:.2f}**" for s in metrics.values())])
         if len(results) > 1:
-            lines.append("| min..max, best |" + "".join(f" {s['min']:.2f}..{s['max']:.2f} |" for s in metrics.values()))
-        lines.append("")
-    lines += ["## Settings and speed", ""]
-    told = [f"{key} {value}" for key, value in config.items() if key not in _UNTOLD[values["kind"] == "spans"]]
-    lines += [f"{', '.join(told)}.", ""]
-    lines += [
+            rows.append(["min..max, best", *(f"{s['min']:.2f}..{s['max']:.2f}" for s in metrics.values())])
+        lines += [f"## {split}", "", *markdown_table(["", *metrics], rows)]
+    return lines
+
+
+def _settings(values: dict[str, Any], data: TaskData, results: Sequence[Result]) -> list[str]:
+    total, left_out = values["summary"], _UNTOLD[values["kind"] == "spans"]
+    used = {key: value for key, value in values["truncation"].items() if key in ("max_length", "stride")}  # the model's
+    told = [f"{key} {value}" for key, value in {**results[0].config, **used}.items() if key not in left_out]
+    return [
+        "## Settings and speed",
+        "",
+        f"{', '.join(told)}.",
+        "",
         f"{results[0].steps:,} updates in a median of {total['seconds']['median']:,.1f} s, evaluations included; "
         f"training alone {total['examples_per_s']['median']:,.1f} {_items(data)}/s, "
         f"{total['tokens_per_s']['median']:,.0f} tokens/s. Updates left out for a gradient that was not finite: "
         f"{total['skipped_updates']}.",
         "",
-        "## Inputs that were too long",
-        "",
-        f"At most {values['truncation']['max_length']} tokens, special ones included.",
-        "",
     ]
-    for name, part in _splits(values["truncation"]):
+
+
+def _truncation(values: dict[str, Any]) -> list[str]:
+    found = values["truncation"]
+    lines = ["## Inputs that were too long", "", f"At most {found['max_length']} tokens, special ones included.", ""]
+    for name, part in _splits(found):
         lines.append(f"- {name}: " + ", ".join(f"{key.replace('_', ' ')} {value:,}" for key, value in part.items()))
+    return [*lines, ""]
+
+
+def _ranks(values: dict[str, Any]) -> list[str]:
     rank = values["effective_rank"]
-    lines += [
-        "",
+    return [
         f"## Effective rank (tau {rank['tau']:g}) before and after",
         "",
         f"Of {rank['tokens']:,} tokens of {rank['inputs']:,} development inputs, not centred; after: the median seed, "
-        f"{total['median_seed']}. Layer 0 is the embedding output.",
+        f"{values['summary']['median_seed']}. Layer 0 is the embedding output.",
         "",
-        "| layer |" + "".join(f" {layer} |" for layer in range(len(rank["before"]))),
-        "|---" * (len(rank["before"]) + 1) + "|",
-        "| before |" + "".join(f" {value} |" for value in rank["before"]),
-        "| after |" + "".join(f" {value} |" for value in rank["after"]),
-        "",
+        *markdown_table(
+            ["layer", *map(str, range(len(rank["before"])))],
+            [[when, *map(str, rank[when])] for when in ("before", "after")],
+        ),
     ]
-    for split, matrix in values["details"].get("confusion", {}).items():
-        lines += [f"## Confusion on {split}, seed {total['median_seed']}", ""]
-        lines += ["| true \\ predicted |" + "".join(f" {name} |" for name in values["classes"])]
-        lines += ["|---" * (len(values["classes"]) + 1) + "|"]
-        for name, row in zip(values["classes"], matrix, strict=True):
-            lines.append(f"| {name} |" + "".join(f" {count:,} |" for count in row))
-        lines.append("")
-    for split, found in values["details"].get("errors", {}).items():
-        lines += [f"## Errors on {split}, seed {total['median_seed']}", ""]
-        counts = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in found["counts"].items())
-        lines += [f"At threshold {found['threshold']:g}: {counts}.", ""]
-        for kind, examples in found.items():
-            if isinstance(examples, list) and examples:
-                lines += [f"### {kind.replace('_', ' ')}", "", *(_error(example) for example in examples), ""]
-    return "\n".join(lines)
+
+
+def _confusion(matrix: list[list[int]], classes: list[str]) -> list[str]:
+    if len(classes) > MAX_CLASSES:
+        return [f"Of {len(classes)} classes: in {REPORT_FILE}.", ""]
+    rows = [[name, *(f"{count:,}" for count in row)] for name, row in zip(classes, matrix, strict=True)]
+    return markdown_table(["true \\ predicted", *classes], rows)
+
+
+def _errors(found: dict[str, Any]) -> list[str]:
+    counts = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in found["counts"].items())
+    lines = [f"At threshold {found['threshold']:g}: {counts}.", ""]
+    for kind, examples in found.items():
+        if isinstance(examples, list) and examples:
+            lines += [f"### {kind.replace('_', ' ')}", "", *(_error(example) for example in examples), ""]
+    return lines
 
 
 def _items(data: TaskData) -> str:

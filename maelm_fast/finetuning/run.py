@@ -52,7 +52,7 @@ with {"kind": "evaluation", ...} and a row of Result.curve."""
 
 
 class Stopped(Exception):
-    """A run was asked to stop, and has saved its state if it was told where."""
+    """A run was asked to stop. step: where it goes on from if it was told where to save its state."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"stopped at step {step:,}")
@@ -190,6 +190,7 @@ class _Loop:
         self.optimizer = build_optimizer(self.model, self.optim)
         self.lengths = np.asarray(problem.lengths, dtype=np.int64)
         self.progress = _Progress()
+        self.on_disk = 0  # the step of the saved state
         self.best_weights: dict[str, Tensor] | None = None
         self.evaluation: Evaluation | None = None
 
@@ -229,7 +230,7 @@ class _Loop:
                 self._save()
                 saved = time.perf_counter()
             if stopping:
-                raise Stopped(progress.step)
+                raise Stopped(progress.step if self.resume is None else self.on_disk)
         return self._result()
 
     def _updates(self, done: int) -> Iterator[NDArray[np.int64]]:
@@ -243,21 +244,20 @@ class _Loop:
 
     def _update(self, indices: NDArray[np.int64]) -> Tensor:
         """Queues one optimiser update. Returns training.step.Numbers as (4,) float64 on the device."""
-        step = self.progress.step
+        step, parts = self.progress.step, self._micro_batches(indices)
         loss = torch.zeros((), device=self.device)
-        for i, part in enumerate(self._micro_batches(indices)):
-            seed = fold_seed(self.config.seed, step, i)
-            try:
-                with autocast(self.device, self.precision):
-                    part_loss = self.problem.loss(self.model, part, self.device, seed)
-                part_loss = part_loss * (len(part) / len(indices))
-                part_loss.backward()
-            except (torch.OutOfMemoryError, RuntimeError) as error:
-                raise _out_of_memory(error, int(self.lengths[part].sum())) from None
-            loss += part_loss.detach()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.optim, step)
-        norm, skipped = apply_gradients(self.optimizer, self.parameters, self.config.clip_norm)
+        try:
+            for i, part in enumerate(parts):
+                with autocast(self.device, self.precision):
+                    part_loss = self.problem.loss(self.model, part, self.device, fold_seed(self.config.seed, step, i))
+                part_loss = part_loss * (len(part) / len(indices))
+                part_loss.backward()
+                loss += part_loss.detach()
+            norm, skipped = apply_gradients(self.optimizer, self.parameters, self.config.clip_norm)
+        except RuntimeError as error:
+            raise _out_of_memory(error, max(int(self.lengths[part].sum()) for part in parts)) from None
         return torch.stack([value.double() for value in (loss, torch.zeros_like(loss), norm, skipped)])
 
     def _micro_batches(self, indices: NDArray[np.int64]) -> list[NDArray[np.int64]]:
@@ -356,7 +356,8 @@ class _Loop:
         return {**deciding(self.config), "precision": self.precision, "items": self.problem.train_size}
 
     def _save(self) -> None:
-        """The state, whole or not at all; the one before is removed afterwards."""
+        """The state, whole or not at all; the one before is removed afterwards. A save that fails, on a full disk say,
+        costs only itself."""
         if self.resume is None:
             return
 
@@ -378,8 +379,9 @@ class _Loop:
         try:
             write_directory(path, fill)
         except OSError as error:
-            log.error("cannot save the state in %s: %s; training goes on", self.resume, error.strerror or error)
+            log.error("cannot save the state in %s: %s; the one before stays", self.resume, error)
             return
+        self.on_disk = self.progress.step
         for _, other in _states(self.resume):
             if other != path:
                 shutil.rmtree(other, ignore_errors=True)
@@ -390,11 +392,19 @@ class _Loop:
                 log.warning("state %s is damaged: %s; it is not used", path, fault)
                 continue
             state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+            before, now = state["identity"], json.loads(json.dumps(self._identity()))
             require(
-                state["identity"] == json.loads(json.dumps(self._identity())),
-                f"{path} is the state of another configuration, precision or data: remove it, or use the same",
+                before == now | {"precision": before["precision"]},
+                f"{path} is the state of another configuration or other data: remove it, or use the same",
+            )
+            precision = before["precision"]
+            require(
+                precision == self.precision,
+                f"{path} was computed in {precision}: go on with --precision {precision}, or remove {self.resume} to "
+                f"start again in {self.precision}",
             )
             self.progress = _Progress(**state["progress"])
+            self.on_disk = self.progress.step
             self.model.load_state_dict(load_file(path / "model.safetensors"))
             load_optimizer(load_file(path / "optimizer.safetensors"), self.model, self.optimizer)
             if (path / "best.safetensors").exists():
@@ -420,9 +430,9 @@ def on_host(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _out_of_memory(error: Exception, tokens: int) -> Exception:
-    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+    if "out of memory" in str(error) or "allocate memory" in str(error):  # a GPU's, from whatever library; a CPU's
         return UserError(
-            f"out of memory with {tokens:,} tokens in a forward pass: lower --micro-batch-tokens (the update stays the "
-            f"same)"
+            f"out of memory with {tokens:,} tokens in a forward pass: lower --micro-batch-tokens (an update keeps its "
+            f"examples)"
         )
     return error

@@ -30,7 +30,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, processors
 from torch import Tensor
@@ -49,7 +48,7 @@ from maelm_fast.finetuning.encoders import (
     TransformersEncoder,
     load_encoder,
     new_model,
-    padded,
+    padded_inputs,
     padded_places,
     read_tokenizer,
     require_transformers,
@@ -112,8 +111,6 @@ def save(model: Model, task: Task, out: Path) -> Saved:
             write_directory(out, fill)
     except OSError as error:
         raise UserError(f"{error.filename or out}: {error.strerror or error}; nothing was saved") from None
-    except SafetensorError as error:
-        raise UserError(f"{out}: the weights cannot be written ({error}); nothing was saved") from None
     return saved[0]
 
 
@@ -393,14 +390,8 @@ def _largest(differences: list[Tensor]) -> float:
 
 def _logits(theirs: Any, batch: TokenBatch, pad_id: int) -> Tensor:
     """Of a padded model, as ours puts them out: (S, outputs), or (T, 2)."""
-    places, shape = padded_places(batch.layout), (len(batch.layout.lengths), batch.layout.max_seqlen)
-    inputs = {
-        "input_ids": padded(batch.ids, places, shape, pad_id),
-        "attention_mask": padded(torch.ones_like(batch.ids), places, shape, 0),
-    }
-    if batch.token_types is not None:
-        inputs["token_type_ids"] = padded(batch.token_types, places, shape, 0)
-    output = theirs(**inputs)
+    places = padded_places(batch.layout)
+    output = theirs(**padded_inputs(batch, places, pad_id))
     if "start_logits" in output:
         return torch.stack([output.start_logits, output.end_logits], dim=-1).flatten(0, 1)[places]
     logits: Tensor = output.logits

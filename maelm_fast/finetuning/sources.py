@@ -17,7 +17,7 @@ from maelm_fast.finetuning.tasks import Task
 
 HUB = "hub"
 TRAIN = "train"
-_SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _NAMES_SHOWN = 10
 
 
@@ -26,12 +26,10 @@ def find_tables(
 ) -> tuple[dict[str, list[Table]], list[str]]:
     """(split -> its tables in order, notes), "train" first. Raises UserError if one is missing or several would do.
 
-    A validation split other than the first may be missing.
+    A directory may lack a validation split other than the first.
     """
-    if task.kind == "spans":
-        required, optional = [*task.text_columns, task.label_column], ["id", "title"]
-    else:
-        required, optional = [*task.text_columns, task.label_column], ["idx", "id"]
+    required = [*task.text_columns, task.label_column]
+    optional = ["id", "title"] if task.kind == "spans" else ["idx", "id"]
     given = {TRAIN: list(train), **_by_split(task, validation)}
     if data == HUB or data.startswith(HUB + ":"):
         return _hub_tables(task, data, given, required, optional)
@@ -57,10 +55,13 @@ def find_tables(
             )
         else:
             notes.append(f"{split}: not there, so nothing is said about it")
-    seen = [path.resolve() for paths in files.values() for path in paths]
-    for path in seen:
-        require(seen.count(path) == 1, f"{path} is given twice: what is trained on cannot be evaluated on")
+    _require_once([str(path.resolve()) for paths in files.values() for path in paths])
     return {split: [read_table(path, required, optional) for path in paths] for split, paths in files.items()}, notes
+
+
+def _require_once(places: Sequence[str]) -> None:
+    for place in places:
+        require(places.count(place) == 1, f"{place} is given twice: what is trained on cannot be evaluated on")
 
 
 def _by_split(task: Task, validation: Sequence[str]) -> dict[str, list[str]]:
@@ -86,22 +87,22 @@ def _named_file(directory: Path, name: str) -> Path:
 
 def _split_files(directory: Path, split: str, notes: list[str]) -> list[Path]:
     """The file, or complete set of shards, of a split; [] if there is none."""
-    option = "--train" if split == TRAIN else "--validation"
     files = sorted(path for path in directory.iterdir() if path.suffix in FORMATS and path.is_file())
     plain = [path for path in files if path.stem in _aliases(split)]
     if len(plain) == 1:
         return plain
     near = plain or [path for path in files if path.stem.startswith(_aliases(split))]
-    shards = [match for path in near if (match := _SHARD.search(path.stem))]
-    if shards and len(shards) == len(near) and {match[2] for match in shards} == {f"{len(near):05d}"}:
-        return near
+    if not near:
+        return []
+    name, names = _SHARD.sub("", near[0].stem), listed([path.name for path in near])
+    whole = [path.stem for path in near] == [f"{name}-{i:05d}-of-{len(near):05d}" for i in range(len(near))]
     require(
-        len(near) <= 1,
-        f"{directory} has several files for the split '{split}': {listed([path.name for path in near])}: "
-        f"name the one, or those, to read with {option}",
+        whole or len(near) == 1,
+        f"{directory} has several files for the split '{split}': {names}: "
+        f"name the one, or those, to read with {'--train' if split == TRAIN else '--validation'}",
     )
-    if near:
-        notes.append(f"{split}: {near[0].name}, for want of a file named {split}{near[0].suffix}")
+    if not (whole and name in _aliases(split)):
+        notes.append(f"{split}: {names}, for want of a file named {split}{near[0].suffix}")
     return near
 
 
@@ -117,9 +118,10 @@ def _hub_tables(
         name, _, rest = data.removeprefix(HUB + ":").partition(":")
         config = rest or None
         require(bool(name), f"--data {data} names no dataset: write hub:owner/name or hub:owner/name:configuration")
+    splits = {split: parts or [split] for split, parts in given.items()}
+    _require_once([part for parts in splits.values() for part in parts])
     tables = {
-        split: [read_hub(name, config, part, required, optional) for part in parts or [split]]
-        for split, parts in given.items()
+        split: [read_hub(name, config, part, required, optional) for part in parts] for split, parts in splits.items()
     }
     asked = [f"{split}: {', '.join(parts)} of {data}, as asked for" for split, parts in given.items() if parts]
     return tables, asked

@@ -33,17 +33,8 @@ def normalise(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def exact(gold: str, predicted: str) -> float:
-    """1 if both are the same after normalisation, else 0."""
-    return float(normalise(gold) == normalise(predicted))
-
-
-def f1(gold: str, predicted: str) -> float:
+def f1(gold: list[str], predicted: list[str]) -> float:
     """Harmonic mean of precision and recall of the words, each as often as it occurs; 1 if both are empty, 0 if one."""
-    return _f1(normalise(gold).split(), normalise(predicted).split())
-
-
-def _f1(gold: list[str], predicted: list[str]) -> float:
     if not gold or not predicted:
         return float(gold == predicted)
     common = sum((Counter(gold) & Counter(predicted)).values())
@@ -59,7 +50,7 @@ def question_scores(
         predicted = normalise(texts[identity])
         golds = {gold for answer in answers if (gold := normalise(answer.text))} or {""}
         exacts[i] = predicted in golds
-        f1s[i] = max(_f1(gold.split(), predicted.split()) for gold in golds)
+        f1s[i] = max(f1(gold.split(), predicted.split()) for gold in golds)
     return exacts, f1s
 
 

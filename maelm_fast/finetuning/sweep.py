@@ -3,7 +3,8 @@
     OUT/ledger.jsonl   what is finished or failed (training/ledger.py)
     OUT/locks/         a lock per run, held while it is worked on
     OUT/states/        where a run that was stopped goes on from; gone when it is finished
-    OUT/SWEEP.md, best.json, cells.csv, sweep.png   (sweep_report.py)
+    OUT/SWEEP.md, best.json, cells.csv   (sweep_report.py)
+    OUT/sweep.png   (sweep_plot.py)
 
 Any number of processes pull runs from one directory. Seeds are the outermost order, models the innermost: a sweep that
 is stopped early has every cell once, for all models alike, rather than a few cells five times.
@@ -112,12 +113,15 @@ class Sweep:
             for model in self.models
         )
 
+    def engine_of(self, model: Model) -> Engine:
+        """A run of ours has one engine only."""
+        return "packed" if RunDir(model.path).exists else self.engine
+
     def of(self, model: Model, search: Search) -> list[Run]:
         return [run for run in self.runs if run.model == model and run.search is search]
 
     def _run(self, model: Model, search: Search, cell: Cell, seed: int) -> Run:
-        config = replace(cell.config, seed=seed)
-        engine = "packed" if RunDir(model.path).exists else self.engine
+        config, engine = replace(cell.config, seed=seed), self.engine_of(model)
         key = digest(
             search.data.task.name, deciding(config), model.fingerprint, model.random_init, engine, search.fingerprint
         )
@@ -163,7 +167,7 @@ class Done:
     """What the ledger says of a sweep's runs."""
 
     results: dict[str, dict[str, Any]]
-    """Run key -> Result.to_dict() of a finished run, with "device_name" and "seconds_in_all"."""
+    """Run key -> Result.to_dict() of a finished run, with "seconds_in_all": loading and tokenising counted."""
     errors: dict[str, str]
     """Run key -> why it failed when it was last tried; not of runs that were finished since."""
 
@@ -294,7 +298,7 @@ def _train(sweep: Sweep, run: Run, out: Path, problems: Problems, stop: Callable
     encoder = load_encoder(
         model.path,
         step=model.step,
-        engine=sweep.engine,
+        engine=sweep.engine_of(model),
         dropout=config.dropout,
         random_init=model.random_init,
         seed=run.seed,
@@ -331,15 +335,16 @@ def _start_workers(
             for process in processes:
                 process.terminate()
     dead = [f"{process.name} (exit code {process.exitcode})" for process in processes if process.exitcode]
-    require(not dead, f"{', '.join(dead)} ended before all was done; the same command goes on")
+    asked = stop.received is not None  # a worker that was still starting ends by the signal
+    require(asked or not dead, f"{', '.join(dead)} ended before all was done; the same command goes on")
 
 
 def _gpus(sweep: Sweep) -> list[str]:
     """Those that this process may use, as CUDA_VISIBLE_DEVICES names them; none if the runs are for the CPU."""
     if sweep.runs[0].config.device == "cpu" or not torch.cuda.is_available():
         return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    visible, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
+    return visible.split(",")[:count] if visible else [str(i) for i in range(count)]  # CUDA stops at a wrong one
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What a sweep found: best cells, the paper's table, every run, a picture; all from the plan and the ledger.
+"""What a sweep found: best cells, the paper's table, every run; all from the plan and the ledger.
 
 A task's best cell is the one with the highest median over its finished seeds of the task's metric on its first
 validation split; on a tie the one with more seeds, then the earlier in the grid.
@@ -15,19 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maelm_fast.analysis.plots import COLOURS, MARKERS, figure_of, grid, require_matplotlib, save
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.fingerprint import deciding
-from maelm_fast.finetuning.grids import Cell, shown
-from maelm_fast.finetuning.sweep import Done, Model, Run, Search, Sweep, read_done
+from maelm_fast.finetuning.grids import Cell
+from maelm_fast.finetuning.markdown import NONE, table
+from maelm_fast.finetuning.sweep import Done, Model, Search, Sweep, read_done
 from maelm_fast.finetuning.tasks import TASKS
 from maelm_fast.training.files import write_json, write_text
 from maelm_fast.training.ledger import lock
 
-REPORT, BEST, RUNS, PICTURE = "SWEEP.md", "best.json", "cells.csv", "sweep.png"
-NONE = "-"
-
+REPORT, BEST, RUNS = "SWEEP.md", "best.json", "cells.csv"
 _COLUMNS = (
     ("MNLI-(m/mm)", "mnli", "accuracy"),
     ("QQP", "qqp", "accuracy"),
@@ -180,16 +178,15 @@ def _best_entry(best: Best) -> dict[str, Any]:
 
 def runs_csv(sweep: Sweep, done: Done) -> str:
     """A row per planned run, finished or not."""
-    fields = list(dict.fromkeys(name for search in sweep.searches for cell in search.cells for name in cell.values))
-    scores = list(
-        dict.fromkeys(
-            (split, metric)
-            for search in sweep.searches
-            for split in search.data.validation
-            for metric in search.data.task.metrics
-        )
-    )
     measured = ("steps", "skipped", "seconds", "examples_per_s", "device", "precision")
+    named = (name for search in sweep.searches for cell in search.cells for name in cell.values)
+    fields = dict.fromkeys(name for name in named if name not in measured)
+    scores = dict.fromkeys(
+        (split, metric)
+        for search in sweep.searches
+        for split in search.data.validation
+        for metric in search.data.task.metrics
+    )
     header = ["model", "task", "cell", *fields, "seed", "status", "metric", "best", "last"]
     header += [f"{split}/{metric}" for split, metric in scores] + [*measured, "error", "key"]
     text = io.StringIO()
@@ -295,7 +292,16 @@ def _paper_table(
     for name in names:
         cells = [_baseline(baselines, name, search, metric) for _, search, metric in layout]
         rows.append([f"no model: {name}", *cells])
-    lines = _table(["model", *(header for header, _, _ in layout)], rows)
+    lines = table(["model", *(header for header, _, _ in layout)], rows)
+    for note in [*_notes(sweep, bests, layout), *dict.fromkeys(reasons)]:
+        lines += [note, ""]
+    return lines
+
+
+def _notes(
+    sweep: Sweep, bests: Mapping[tuple[str, str], Best | None], layout: Sequence[tuple[str, Search | None, str]]
+) -> list[str]:
+    """What the numbers of the paper's table are."""
     notes = [
         "Development sets. Medians over seeds of the best cell, in percent. Each run counts with the best of its "
         "evaluations, and the cell is chosen on the same development set, as in the paper: a number for comparing "
@@ -315,7 +321,7 @@ def _paper_table(
             "SQuAD EM and F1: each with the no-answer threshold that is best on the development set"
             + (f"; with the fixed threshold EM/F1 are: {', '.join(fixed)}." if fixed else ".")
         )
-    return [*lines, *(line for note in [*notes, *dict.fromkeys(reasons)] for line in (note, ""))]
+    return notes
 
 
 def _both(search: Search) -> list[str]:
@@ -336,7 +342,7 @@ def _best_table(sweep: Sweep, bests: Mapping[tuple[str, str], Best | None]) -> l
         for model in sweep.models:
             best = bests[model.label, task.name]
             if best is None:
-                rows.append([task.title, model.label, NONE, NONE, NONE, NONE, NONE, NONE])
+                rows.append([task.title, model.label, *[NONE] * 6])
                 continue
             others = ", ".join(
                 f"{metric} {statistics.median(v):.1f}"
@@ -352,7 +358,7 @@ def _best_table(sweep: Sweep, bests: Mapping[tuple[str, str], Best | None]) -> l
                 ]
             )
     header = ["task", "model", "cell", "values", "median [lowest, highest]", "seeds", "last evaluation", "also"]
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _commands(sweep: Sweep, bests: Mapping[tuple[str, str], Best | None], data_options: Mapping[str, str]) -> list[str]:
@@ -367,11 +373,11 @@ def _commands(sweep: Sweep, bests: Mapping[tuple[str, str], Best | None], data_o
         words += ["--model", shlex.quote(best.model.path)]
         words += ["--step", str(best.model.step)] if best.model.step is not None else []
         words += ["--random-init"] if best.model.random_init else []
-        words += ["--engine", sweep.engine] if sweep.engine != "auto" else []
+        words += ["--engine", sweep.engine_of(best.model)] if sweep.engine != "auto" else []
         default = FinetuneConfig()
         for name, value in vars(config).items():
             if value != getattr(default, name) or name in best.cell.values:
-                words += [f"--{name}", shlex.quote(str(list(value))) if isinstance(value, tuple) else shown(value)]
+                words += [f"--{name}", shlex.quote(str(list(value) if isinstance(value, tuple) else value))]
         lines.append(" ".join([*words, "--seeds", str(sweep.seeds), data_options.get(task.name, "--data DIR")]))
     if not lines:
         return []
@@ -397,13 +403,13 @@ def _sources(sweep: Sweep, done: Done) -> list[str]:
         ]
         for model in sweep.models
     ]
-    lines = _table(["model", "directory", "checkpoint", "weights", "fingerprint"], rows)
+    lines = table(["model", "directory", "checkpoint", "weights", "fingerprint"], rows)
     rows = []
     for search in sweep.searches:
         data = search.data
         validation = ", ".join(f"{name} {len(split):,}" for name, split in data.validation.items())
         rows.append([data.task.title, data.train.source, f"{len(data.train):,}", validation, search.fingerprint])
-    lines += _table(["task", "training examples from", "training", "validation", "fingerprint"], rows)
+    lines += table(["task", "training examples from", "training", "validation", "fingerprint"], rows)
     lines += [f"- {search.data.task.title}: {note}" for search in sweep.searches for note in search.data.notes]
     lines += _cut(sweep, done)
     return [*lines, ""]
@@ -432,75 +438,5 @@ def _cut(sweep: Sweep, done: Done) -> list[str]:
     return [line if len(labels) == everyone else f"{line} ({', '.join(labels)})" for line, labels in models.items()]
 
 
-def draw(sweep: Sweep, out: Path) -> None:
-    """OUT/sweep.png: a panel per task, the metric over the learning rate. A mark is a cell's median over seeds; the
-    line joins the best cells of a model, with the lowest and highest of their seeds.
-
-    Raises UserError if matplotlib is not installed or nothing is finished."""
-    require_matplotlib()
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    done = read_done(out)
-    panels = [s for s in sweep.searches if any(find_best(sweep, done, model, s) for model in sweep.models)]
-    if not panels:
-        raise UserError("nothing to draw: no run is finished")
-    wide = min(len(panels), 3)
-    tall = -(-len(panels) // wide)
-    figure = figure_of(1.0 + 4.2 * wide, 0.9 + 3.6 * tall)
-    axes = figure.subplots(tall, wide, squeeze=False).ravel()
-    for axis in axes[len(panels) :]:
-        axis.remove()
-    for axis, search in zip(axes, panels, strict=False):
-        rates = sorted({cell.config.lr for cell in search.cells})
-        for i, model in enumerate(sweep.models):
-            _draw_model(axis, sweep.of(model, search), done, model.label, i, len(sweep.models))
-        axis.set_xscale("log")
-        axis.set_xlim(rates[0] / 1.25, rates[-1] * 1.25)
-        axis.xaxis.set_major_locator(FixedLocator(rates))
-        axis.xaxis.set_minor_locator(NullLocator())
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value).replace("e-0", "e-")))
-        left = "" if len(search.cells) == search.grid_size else f", {_of(len(search.cells), search.grid_size)} cells"
-        axis.set_title(f"{search.data.task.title}{left}", size=11)
-        axis.set_ylabel(search.data.task.metric.replace("_", " ") + " (%)")
-        axis.set_xlabel("peak learning rate")
-        grid(axis)
-    legend: dict[str, Any] = {}
-    for axis in axes[: len(panels)]:
-        handles, labels = axis.get_legend_handles_labels()
-        legend |= dict(zip(labels, handles, strict=True))
-    wide = min(len(legend), 4)
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=wide, frameon=False)
-    save(figure, out / PICTURE)
-
-
-def _draw_model(axis: Any, runs: Sequence[Run], done: Done, label: str, i: int, models: int) -> None:
-    cells: dict[int, tuple[float, list[float]]] = {}
-    for run in runs:
-        if (result := done.results.get(run.key)) is not None:
-            cells.setdefault(run.cell.number, (run.config.lr, []))[1].append(result["best"])
-    if not cells:
-        return
-    shift = 1.03 ** (i - (models - 1) / 2)  # beside each other, not on top
-    style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
-    x = [rate * shift for rate, _ in cells.values()]
-    axis.plot(x, [statistics.median(v) for _, v in cells.values()], linestyle="none", markersize=4, alpha=0.4, **style)
-    best: dict[float, list[float]] = {}
-    for rate, values in cells.values():
-        if rate not in best or statistics.median(values) > statistics.median(best[rate]):
-            best[rate] = values
-    rates = sorted(best)
-    middles = [statistics.median(best[rate]) for rate in rates]
-    below = [m - min(best[rate]) for m, rate in zip(middles, rates, strict=True)]
-    above = [max(best[rate]) - m for m, rate in zip(middles, rates, strict=True)]
-    axis.errorbar([rate * shift for rate in rates], middles, yerr=[below, above], label=label, linewidth=1.6,
-                  markersize=6, capsize=3, **style)  # fmt: skip
-
-
 def _of(some: int, whole: int) -> str:
     return f"{some} of {whole}"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Markdown, and the empty line after it."""
-    body = [list(header), ["---"] * len(header), *map(list, rows)]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in body] + [""]

@@ -137,8 +137,10 @@ def _json_lines(path: Path, required: Sequence[str], optional: Sequence[str]) ->
 def _json(path: Path, required: Sequence[str], optional: Sequence[str]) -> Table:
     try:
         content = json.loads(_text(path))
-    except (ValueError, RecursionError):
-        return _json_lines(path, required, optional)
+    except (ValueError, RecursionError) as error:
+        if getattr(error, "msg", "") == "Extra data":  # after a whole first object: there is one per line
+            return _json_lines(path, required, optional)
+        raise UserError(f"{path} is not JSON: {_first_line(error)}: mend it, or get it again") from None
     if isinstance(content, dict) and "data" in content:
         content = content["data"]
     elif isinstance(content, dict):
@@ -243,7 +245,8 @@ def _require_columns(
     where: str, names: Sequence[str] | dict[str, Any], required: Sequence[str], what: str = "column"
 ) -> None:
     for name in required:
-        require(name in names, f"{where} has no {what} '{name}', only {', '.join(names) or 'none'} {_COLUMN_REMEDY}")
+        if name not in names:
+            raise UserError(f"{where} has no {what} '{name}', only {', '.join(names) or 'none'} {_COLUMN_REMEDY}")
 
 
 def _text(path: Path) -> str:

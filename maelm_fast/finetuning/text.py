@@ -21,7 +21,7 @@ from maelm_fast.config import require
 from maelm_fast.data.tokenizer import special_ids
 from maelm_fast.errors import UserError
 
-_AT_ONCE = 16_384  # texts given to the library: its encodings take a kilobyte each
+_AT_ONCE = 2048  # texts given to the library, whose encodings take a hundred bytes a token
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,7 @@ CASES = {
     "no limit": (BASE + " --limit 0", "--limit must be at least 1"),
     "both kinds of task": (BASE + " --task regression", "'sst2' and --task regression"),
     "columns without kind": (BASE + " --text-columns a", "--text-columns: for files of your own"),
+    "name of a task that has one": (BASE + " --name mine", "--name: for files of your own"),
     "kind without columns": ("--task classification --model {p}/run --data {p}/data", "needs --text-columns"),
     "kind without label": ("--task classification --text-columns a --model {p}/run --data {p}/data", "--label-column"),
     "unknown key in a file": (BASE + " --config {p}/key.yaml", "learning_rate"),

@@ -182,6 +182,27 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert not (tmp_path / "x").exists()
 
 
+def test_a_place_that_cannot_be_written(
+    runs: dict[str, Path], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    argv = ["prompt", "sst2", "--model", str(runs["mae"]), "--data", str(data), "--mode", "zero-shot"]
+    assert command_line.main([*argv, "--out", str(tmp_path / "file")]) == 2
+    assert "choose another --out" in capsys.readouterr().err
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "predictions").write_text("")
+    assert command_line.main([*argv, "--out", str(tmp_path / "out")]) == 2
+    assert "predictions" in capsys.readouterr().err
+    assert Ledger(tmp_path / "out").rows() == []
+
+
+def test_cut_inputs_are_told_once_for_all_draws(runs: dict[str, Path], data: Path, tmp_path: Path) -> None:
+    argv = ["sst2", "--model", str(runs["mae"]), "--data", str(data), "--out", str(tmp_path), "--mode", "prompt", *FEW]
+    assert prompt.main([*argv, "--max-length", "8"]) == 0
+    lines = [line for line in (tmp_path / "PROMPTS.md").read_text().splitlines() if "inputs were cut" in line]
+    assert lines == ["- mae sst2 prompt, validation: 12 of 12 inputs were cut (24 tokens); the longest had 10"]
+
+
 def test_two_models_of_one_name(runs: dict[str, Path], data: Path, tmp_path: Path) -> None:
     model = ["--model", str(runs["mae"])]
     with pytest.raises(UserError, match="two models are called 'mae': name them as --model LABEL=DIR"):

@@ -130,6 +130,16 @@ def test_the_papers_rows_stand_beside(place: Path, tmp_path: Path) -> None:
     assert "AVG is over GLUE's eight tasks" in text
 
 
+def test_stopped_before_anything_began(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sklearn")
+    monkeypatch.setattr("maelm_fast.cli.sweep.run_sweep", lambda *_: False)
+    assert main(command(place, tmp_path / "out", "--model", str(place / "mae"), "--seeds", "1")) == 0
+    assert "stopped with 2 of 2 runs unfinished" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_failed_run_is_exit_code_1(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,6 +180,9 @@ def test_a_failed_run_is_exit_code_1(
         ("sweep {own} --data {p}/data --grid quick --out {o} --model {p}/mae --budget 0", "--budget must be"),
         ("sweep {own} --data {p}/data --grid quick --out {o} --model {p}/mae --workers 0", "--workers must be"),
         ("sweep {own} --data {p}/data --grid quick --out /proc/none --model {p}/mae", "choose another --out"),
+        ("sweep {own} --data {p}/data --grid quick --out {p}/grid.yaml --model {p}/mae", "choose another --out"),
+        ("sweep {own} --name sst2 --data {p}/data --grid quick --out {o} --model {p}/mae", "name of another task"),
+        ("sweep sst2 --data {p} --data {p}/data --grid quick --out {o} --model {p}/mae", "has a folder sst2"),
         ("sweep {own} --data {p}/data --grid quick --out {o} --model {p}/mae --model {p}/mae", "two models"),
         ("sweep {own} --data {p}/data --grid quick --out {o} --model {p}/torn", "every checkpoint is damaged"),
     ],

@@ -16,7 +16,7 @@ from maelm_fast.batch import layout_of
 from maelm_fast.errors import UserError
 from maelm_fast.export.huggingface import export
 from maelm_fast.finetuning.batches import TokenBatch, token_batch
-from maelm_fast.finetuning.encoders import PackedEncoder, TextEncoder, TransformersEncoder, load_encoder
+from maelm_fast.finetuning.encoders import PackedEncoder, TextEncoder, TransformersEncoder, load_encoder, seeded
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training.trainer import build_model
 from tests.finetuning import small
@@ -186,6 +186,18 @@ def test_bf16(exported: dict[str, Path], engine: Any) -> None:
     exact = encoder(batch)
     assert out.dtype == torch.bfloat16 or engine == "transformers"
     assert (out.float() - exact).abs().mean() < 0.02 * exact.abs().mean()
+
+
+def test_seeding_leaves_gpus_alone_that_it_could_not_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def touched(seed: int) -> None:
+        raise AssertionError("every GPU's generator was set")
+
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", touched)
+    state = torch.random.get_rng_state()
+    with seeded(3):
+        drawn = torch.rand(4)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(drawn, torch.rand(4, generator=torch.Generator().manual_seed(3)))
 
 
 def test_no_padding_is_computed_for_the_first_tokens(exported: dict[str, Path]) -> None:

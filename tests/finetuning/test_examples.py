@@ -121,8 +121,21 @@ def test_complete_sets_of_shards_are_read_in_order(tmp_path):
         write(tmp_path / f"train-0000{i}-of-00003.parquet", [row])
     write(tmp_path / "dev.tsv", ROWS)
     assert read_task(get("sst2"), str(tmp_path)).train.labels.tolist() == [1, 0, 0]
-    (tmp_path / "train-00001-of-00003.parquet").unlink()
-    fails("several files for the split 'train'", get("sst2"), tmp_path)
+    assert not any(
+        "for want of" in note and note.startswith("train") for note in read_task(get("sst2"), str(tmp_path)).notes
+    )
+    (tmp_path / "train-00001-of-00003.parquet").rename(tmp_path / "train-00001-of-00003.json")
+    write(tmp_path / "train-00000-of-00003.json", ROWS)
+    (tmp_path / "train-00002-of-00003.parquet").unlink()
+    fails("several files for the split 'train'", get("sst2"), tmp_path)  # three, but not 0, 1 and 2
+
+
+def test_shards_of_another_name_are_noted(tmp_path):
+    write(tmp_path / "train-subset-00000-of-00001.jsonl", ROWS)
+    write(tmp_path / "validation-00000-of-00002.jsonl", ROWS)
+    notes = read_task(get("sst2"), str(tmp_path)).notes
+    assert "train: train-subset-00000-of-00001.jsonl, for want of a file named train.jsonl" in notes
+    assert "validation: validation-00000-of-00002.jsonl, for want of a file named validation.jsonl" in notes
 
 
 def test_mnli_goes_on_without_its_mismatched_half_and_says_so(tmp_path):
@@ -161,7 +174,7 @@ def test_limit_is_a_fixed_subset_and_smaller_ones_lie_within_it(tmp_path):
         (r"line 3: unknown label 'neutral'", {"label": "neutral"}),
         (r"line 3: label -1 stands for a hidden one", {"label": -1}),
         (r"line 3 has no label", {"label": None}),
-        (r"line 3 has no label", {"label": ""}),
+        (r"line 3 has no label", {"label": " "}),
         (r"line 3: label 0.5 is a float", {"label": 0.5}),
         (r"line 3: label \[1\] is a list", {"label": [1]}),
         (r"line 3: 'sentence' is empty", {"sentence": " \n"}),
@@ -173,9 +186,7 @@ def test_limit_is_a_fixed_subset_and_smaller_ones_lie_within_it(tmp_path):
 )
 def test_a_faulty_row_is_named(tmp_path, match, change):
     splits(tmp_path, [ROWS[0], ROWS[1] | change])
-    fails(f"train.jsonl: {match}", get("sst2"), tmp_path) if "idx" not in change else fails(
-        match, get("sst2"), tmp_path
-    )
+    fails(match, get("sst2"), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +196,9 @@ def test_a_faulty_row_is_named(tmp_path, match, change):
         ("train.jsonl", '{"sentence": "a"}\n', "line 1 has no field 'label', only sentence"),
         ("train.jsonl", "[1]\n", "line 1 is not an object"),
         ("train.jsonl", "\n", "has no rows"),
-        ("train.json", "{", "line 1 is not JSON"),
+        ("train.json", "{", "train.json is not JSON: .* line 1"),
+        ("train.json", '[\n{"sentence": "a", "label": 1},\n{"sentence": "b"', "is not JSON: .* line 3"),
+        ("train.json", '{"sentence": "a", "label": 1}\n{"sentence": "b"', "train.json: line 2 is not JSON"),
         ("train.json", '"text"', "neither a list"),
         ("train.csv", "", "has no rows"),
         ("train.csv", "sentence,label\n", "has no rows"),
@@ -238,6 +251,8 @@ def test_scores_and_their_faults(tmp_path):
         (5.5, "line 3: label 5.5 lies outside 0 to 5"),
         (-1, "line 3: label -1 lies outside 0 to 5: -1 stands for a hidden"),
         ("high", "line 3: label 'high' is not a number"),
+        (10**400, "line 3: label '1000"),
+        (1e39, "line 3: label 1e[+]39 is not finite in fp32"),
         (True, "line 3: label 'True' is not a number"),
         (None, "line 3 has no label"),
     ]:
@@ -331,6 +346,7 @@ def test_squads_own_nesting(tmp_path):
         ("line 3: the answers are not as in SQuAD", question("q2", answers={"text": ["London"]})),
         ("line 3: the answers are not as in SQuAD", question("q2", answers={"text": ["London"], "answer_start": []})),
         ("line 3: the answers are not as in SQuAD", question("q2", answers=None)),
+        ("line 3: the answers are not as in SQuAD", question("q2", answers="")),
         ("line 3: an answer is empty", question("q2", answers={"text": [" "], "answer_start": [3]})),
         ("answer_start of 'London' is no whole", question("q2", answers={"text": ["London"], "answer_start": [None]})),
         ("line 3: 'question' is empty", question("q2", question="  ")),
@@ -349,6 +365,18 @@ def test_the_same_question_in_two_files(tmp_path):
     fails("id 'q1' occurs in two", get("squad_v2"), tmp_path, train=["train-a.jsonl", "train-b.jsonl"])
 
 
+def test_rows_without_names_of_their_own_go_by_file_and_number(tmp_path):
+    unnamed = {key: value for key, value in question().items() if key != "id"}
+    files = [tmp_path / "a" / "train.jsonl", tmp_path / "b" / "train.jsonl"]
+    for path in files:
+        write(path, [unnamed])
+    write(tmp_path / "validation.jsonl", [question(None), question("q2")])
+    data = read_task(get("squad_v2"), str(tmp_path), train=[str(path) for path in files])
+    assert data.train.ids == [f"{path}:0" for path in files]
+    assert data.validation["validation"].ids == ["0", "1"]
+    assert any("column 'id'" in note and "lacks values, so rows go by their numbers" in note for note in data.notes)
+
+
 def test_a_dataset_through_datasets(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -363,6 +391,7 @@ def test_a_dataset_through_datasets(tmp_path, monkeypatch):
         get("mnli"),
         f"hub:{tmp_path / 'data'}",
     )
+    fails("validation is given twice", get("sst2"), f"hub:{tmp_path / 'data'}", train=["validation"])
     fails("split other, cannot be read", get("sst2"), f"hub:{tmp_path / 'data'}", train=["other"])
     fails("not a task of the hub", custom("classification", ["a"], "y"), "hub")
     fails("names no dataset", get("sst2"), "hub:")

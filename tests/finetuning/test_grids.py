@@ -85,6 +85,15 @@ def test_a_file_with_sections(tmp_path: Path) -> None:
     assert grid.values(custom("classification", ["text"], "label")) == cola
 
 
+def test_a_section_for_tasks_of_ones_own_whatever_their_name(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("lr: 1e-4\ncustom: {epochs: 7}\n")
+    grid = grids.get(str(file))
+    for name in ("custom", "news"):
+        assert grid.values(custom("classification", ["text"], "label", name=name))["epochs"] == (7,)
+    assert "epochs" not in grid.values(TASKS["rte"])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -100,6 +109,7 @@ def test_a_file_with_sections(tmp_path: Path) -> None:
         ("epochs: [0]", "epochs must be at least 1"),
         ("betas: [0.9, 0.98]", "each value of betas is 2 numbers"),
         ("precision: [fp16]", "precision is one of auto, bf16, fp32"),
+        ("precision: [bf16, fp32]", "precision takes one value"),
         ("seed: [0, 1]", "seed is not searched over; every cell runs with seeds 0 to N-1"),
         ("device: cpu", "device is not searched over; use --device"),
         ("sst3: {lr: [1e-4]}", "unknown section 'sst3'"),

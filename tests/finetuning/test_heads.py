@@ -73,6 +73,7 @@ def test_logits_are_fp32_under_autocast_and_gradients_reach_everything(kind: str
     with torch.autocast("cpu", torch.bfloat16):
         logits = model.train()(batch, 3)
     assert logits.dtype == torch.float32
+    assert not torch.equal(logits, logits.bfloat16().float())  # the last product is not rounded to bf16 either
     assert logits.shape == ((3, 2) if kind == "sequence" else (batch.ids.shape[0], 2))
     logits.square().sum().backward()
     for name, parameter in model.named_parameters():

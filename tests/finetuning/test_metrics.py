@@ -1,4 +1,5 @@
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -88,7 +89,8 @@ def test_baselines_of_scores():
     assert set(result) == {"mean", "length", "overlap"}
 
 
-def test_baselines_of_questions_and_of_the_split_asked_for():
+def test_baselines_of_questions_and_of_the_split_asked_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)  # not needed for SQuAD
     task = get("squad_v2")
     contexts = ["Ada wrote it. Then she left.", "Ada wrote it. Then she left.", 'He said "no." Nobody came.']
     answers = [(Answer("Ada wrote it", 0),), (), (Answer("no", 9),)]

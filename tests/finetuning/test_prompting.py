@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -284,6 +285,18 @@ def test_dropout_is_a_function_of_the_seed_and_reaches_the_encoder(tmp_path: Pat
         torch.testing.assert_close(first, again)
         assert not torch.allclose(first, other)
         torch.testing.assert_close(lm.eval()(batch, 1), lm(batch))
+
+
+def test_dropout_of_a_hugging_face_model_is_a_function_of_the_seed_too(tmp_path: Path) -> None:
+    lm = load_masked_lm(bert_directory(tmp_path / "hf"), dropout=0.3).train()
+    prompts = Prompts(lm.tokenizer, Template("a {1} is {mask}", {})).encode((["lazy dog", "fox"],), 64)
+    long, short = (token_batch(prompts, [i]) for i in (0, 1))
+    with torch.no_grad():
+        first, again, other = (lm(long, seed) for seed in (1, 1, 2))
+        torch.testing.assert_close(first, again, rtol=0, atol=0)
+        assert not torch.allclose(first, other)
+        found = copy.deepcopy(lm)(short, 1)  # as training copies it; it must look at its own [MASK]
+        torch.testing.assert_close(found, lm(short, 1))
 
 
 def test_regression_is_the_mixture_of_the_two_poles(tmp_path: Path) -> None:

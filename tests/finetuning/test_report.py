@@ -24,10 +24,10 @@ from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.encoders import load_encoder
 from maelm_fast.finetuning.examples import Answer, SpanExamples, TaskData
 from maelm_fast.finetuning.job import finetune
-from maelm_fast.finetuning.problem import make_problem
+from maelm_fast.finetuning.problem import Evaluation, make_problem
 from maelm_fast.finetuning.report import effective_ranks, median_of, summary
 from maelm_fast.finetuning.run import Result
-from maelm_fast.finetuning.tasks import TASKS
+from maelm_fast.finetuning.tasks import TASKS, custom
 
 CONFIG = FinetuneConfig(
     lr=3e-3, epochs=2, batch_size=16, dropout=0.1, max_length=9, evaluations_per_epoch=1, device="cpu", precision="fp32"
@@ -156,6 +156,44 @@ def test_the_median_seed() -> None:
     total = summary([result(i, value) for i, value in enumerate((5.0, 9.0, 1.0, 7.0))])
     assert total["best"] == {"median": 6.0, "min": 1.0, "max": 9.0}
     assert total["skipped_updates"] == 6
+
+
+def test_metrics_that_a_development_set_has_not() -> None:
+    """Extractive data without unanswerable questions, as SQuAD 1.1's."""
+    found = {"exact": 1.0, "f1": 2.0, "HasAns_exact": 1.0, "HasAns_f1": 2.0, "best_exact": 3.0, "best_f1": 4.0}
+    part = SpanExamples(TASKS["squad_v2"], "v", "here", ["p"], ["a"], ["a b"], [""], [(Answer("b", 2),)])
+    one = replace(result(0, 4.0), metrics={"v": found})
+    text = module.table(TaskData(part.task, part, {"v": part}, ()), [one], {})
+    assert text.splitlines()[1].split() == [
+        "best_f1", "exact", "f1", "HasAns_exact", "HasAns_f1", "best_exact", "last", "best_f1", "seconds", "windows/s",
+    ]  # fmt: skip
+
+
+def test_many_classes_are_counted_but_neither_drawn_nor_printed(tmp_path: Path) -> None:
+    count = module.MAX_CLASSES + 1
+    task = custom("classification", ["a"], "y", labels=[f"class|{i}" for i in range(count)])
+    part = toys.examples(task, "validation", [(("x",), 0)])
+    data = TaskData(task, part, {"validation": part}, ())
+    metrics = {"validation": dict.fromkeys(task.metrics, 50.0)}
+    curve = [{"step": 1, "epoch": 1.0, "loss": 1.0, "metrics": metrics, "value": 50.0, "seconds": 1.0}]
+    places = [("cpu", "fp32"), ("cuda", "bf16"), ("cuda", "bf16")]
+    results = [
+        replace(result(i, 50.0), metrics=metrics, curve=curve, device=device, precision=precision,
+                config={"max_length": 512, "lr": 0.1}, truncation={"max_length": 9})
+        for i, (device, precision) in enumerate(places)
+    ]  # fmt: skip
+    found = Evaluation(metrics, [{"id": "0"}], {"confusion": {"validation": np.eye(count, dtype=int).tolist()}})
+    origin = {"path": "m", "step": None, "engine": "auto", "random_init": True, "saved": "yes"}
+    ranks = module.LayerRanks(1, 3, [1, 2])
+    told: list[str] = []
+    module.write_report(tmp_path, origin, data, results, found, {}, ranks, ranks, told.append)
+    text = (tmp_path / "REPORT.md").read_text()
+    assert f"Of {count} classes: in report.json" in text
+    assert "cpu in fp32, cuda in bf16." in text
+    assert "max_length 9, lr 0.1." in text  # the model has no more
+    assert told == [f"no confusion.png: {count} classes are too many; the counts are in report.json"]
+    assert len(json.loads((tmp_path / "report.json").read_text())["details"]["confusion"]["validation"]) == count
+    assert module._confusion([[1, 2], [3, 4]], ["a|b", "c"])[2] == "| a\\|b | 1 | 2 |"
 
 
 def test_without_matplotlib_that_is_said_and_the_rest_is_written(

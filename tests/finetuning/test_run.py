@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -234,10 +236,71 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step_7"]
     with pytest.raises(UserError, match="another configuration"):
         train(problem, encoder, replace(SHORT, lr=1e-3), resume=tmp_path)
+    with pytest.raises(UserError, match=r"computed in fp32: go on with --precision fp32, or remove .* again in bf16"):
+        train(problem, encoder, replace(SHORT, precision="bf16"), resume=tmp_path)
     result, model, evaluation = train(problem, encoder, SHORT, resume=tmp_path)
     assert numbers(result) == numbers(whole)
     assert evaluation == whole_evaluation
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole_model.parameters(), strict=True))
+
+
+@contextmanager
+def full_disk(limit: int) -> Iterator[None]:
+    """Files of more bytes cannot be written; what a library makes of the system's refusal is its own."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_costs_the_save_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, encoder = toys.toy(toys.content_rows, 40, 20), toys.tiny_encoder()
+    problem = make_problem(data, encoder, SHORT)
+    whole, _, _ = train(problem, encoder, SHORT)
+    with pytest.raises(Stopped):
+        train(problem, encoder, SHORT, resume=tmp_path, stop=stopping_at(2))
+    with full_disk(50_000):
+        with pytest.raises(Stopped) as stopped:
+            train(problem, encoder, SHORT, resume=tmp_path, stop=stopping_at(3))
+        assert stopped.value.step == 2  # not 5: that is not on the disk
+        assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
+        monkeypatch.setattr(module, "SAVE_SECONDS", 0.0)
+        result, _, _ = train(problem, encoder, SHORT, resume=tmp_path)
+    assert numbers(result) == numbers(whole)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
+
+
+def test_a_job_goes_on_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, out, data = toys.make_run(tmp_path / "run"), tmp_path / "out", toys.toy(toys.content_rows, 16, 8)
+    config = replace(SHORT, epochs=1)
+    with full_disk(50_000), pytest.raises(UserError, match=r"seed_3: .*the same command goes on"):
+        finetune(model, data, config, out, [3], say=quiet)
+
+    def no_room(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "write_json", no_room)
+        with pytest.raises(UserError, match=r"cannot write in .*new: No space left"):
+            finetune(model, data, config, tmp_path / "new", [3], say=quiet)
+    for place in (out, tmp_path / "new"):
+        assert numbers(finetune(model, data, config, place, [3], say=quiet)[0])
+        assert (place / "report.json").exists()
+
+
+def test_a_directory_that_another_process_took_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data, config = toys.make_run(tmp_path / "run"), toys.toy(toys.content_rows, 16, 8), replace(SHORT, epochs=1)
+
+    def meanwhile(*arguments: Any) -> Problem:
+        monkeypatch.setattr(job, "make_problem", make_problem)
+        finetune(model, data, replace(config, lr=1e-3), tmp_path / "out", [0], say=quiet)
+        return make_problem(*arguments)
+
+    monkeypatch.setattr(job, "make_problem", meanwhile)
+    with pytest.raises(UserError, match=r"was started with lr=0.001"):
+        finetune(model, data, config, tmp_path / "out", [0], say=quiet)
 
 
 CHILD = """
@@ -295,7 +358,9 @@ def test_a_finished_job_is_not_done_again_and_another_is_refused(tmp_path: Path)
     config = replace(SHORT, epochs=1)
     first = finetune(model, data, config, out, [3], say=quiet)
     told: list[str] = []
+    (out / "seeds" / "seed_3").mkdir(parents=True)  # as a kill between the report and the last removal leaves it
     again = finetune(model, data, config, out, [3], say=told.append)
+    assert not (out / "seeds").exists()
     assert [result.to_dict() for result in again] == [result.to_dict() for result in first]
     assert any("already finished" in line for line in told)
     record = yaml.safe_load((out / "config.yaml").read_text())

@@ -3,7 +3,7 @@ import pytest
 
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.examples import Answer, SpanExamples
-from maelm_fast.finetuning.squad import exact, f1, normalise, question_scores, squad_scores
+from maelm_fast.finetuning.squad import f1, normalise, question_scores, squad_scores
 from maelm_fast.finetuning.tasks import get
 
 
@@ -38,12 +38,14 @@ def test_normalisation(text, expected):
 
 
 def test_exact_and_f1_by_hand():
-    assert exact("The Cat!", "cat") == 1.0
-    assert exact("cat", "cats") == 0.0
-    assert f1("the big black cat", "black cat sat") == pytest.approx(2 * 2 / (3 + 3))
-    assert f1("no no no yes", "no no maybe") == pytest.approx(2 * 2 / (4 + 3))  # as often as both have it
-    assert f1("cat", "dog") == 0.0
-    assert (f1("", ""), f1("", "cat"), f1("cat", ""), f1("the", "a")) == (1.0, 0.0, 0.0, 1.0)
+    examples = questions(["The Cat!"], ["cat"], ["the big black cat"], ["the"], [])
+    texts = ["cat", "cats", "black cat sat", "a", "cat"]
+    exacts, f1s = question_scores(dict(zip(examples.ids, texts, strict=True)), examples)
+    assert exacts.tolist() == [1.0, 0.0, 0.0, 1.0, 0.0]
+    assert f1s.tolist() == pytest.approx([1.0, 0.0, 2 * 2 / (3 + 3), 1.0, 0.0])
+    repeated = f1("no no no yes".split(), "no no maybe".split())
+    assert repeated == pytest.approx(2 * 2 / (4 + 3))  # as often as both have it
+    assert (f1([], []), f1([], ["cat"]), f1(["cat"], [])) == (1.0, 0.0, 0.0)
 
 
 def test_the_best_of_several_answers_counts():

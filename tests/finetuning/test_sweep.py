@@ -29,7 +29,8 @@ from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, TaskData
 from maelm_fast.finetuning.grids import Grid
 from maelm_fast.finetuning.sweep import Model, Run, Sweep, estimate, make_model, make_sweep, read_done, run_sweep
-from maelm_fast.finetuning.sweep_report import average, best_json, draw, find_best, write_tables
+from maelm_fast.finetuning.sweep_plot import draw
+from maelm_fast.finetuning.sweep_report import average, best_json, find_best, write_tables
 from maelm_fast.finetuning.tasks import TASKS
 from maelm_fast.training.ledger import Ledger
 
@@ -356,6 +357,20 @@ def test_two_processes_share(tmp_path: Path) -> None:
     assert min(by.values()) >= 2
 
 
+def still_starting(*_: Any) -> None:
+    """A worker that has no handler for signals yet."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+def test_a_stop_while_workers_start_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: fork)
+    monkeypatch.setattr(module, "_worker", still_starting)
+    assert not run_sweep(small(), tmp_path, workers=2)
+
+
 def test_bad_plans() -> None:
     for options, message in (({"seeds": 0}, "--seeds"), ({"budget": 0}, "--budget")):
         with pytest.raises(UserError, match=message):
@@ -375,6 +390,9 @@ def test_gpus_are_taken_as_the_user_shows_them(monkeypatch: pytest.MonkeyPatch) 
     assert module._gpus(small()) == ["0", "1", "2"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     assert module._gpus(small()) == ["5", "7"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,2,-1,4")
+    assert module._gpus(small()) == ["5", "7", "2"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     assert module._gpus(small(base=FinetuneConfig(device="cpu"))) == []
     with module._environment({"CUDA_VISIBLE_DEVICES": "7", "MAELM_NOT_SET": "x"}):
         assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["MAELM_NOT_SET"]) == ("7", "x")
@@ -392,7 +410,8 @@ def test_a_run_is_what_train_gives_also_when_it_was_stopped(tmp_path: Path, monk
     task = toys.toy(toys.content_rows, train=40, validation=20)
     grid = Grid("two", "two cells", {"lr": (1e-3, 3e-3), "epochs": (2,), "batch_size": (8,)})
     base = FinetuneConfig(device="cpu", precision="fp32")
-    sweep = make_sweep(grid, [model], [task], seeds=2, base=base)
+    sweep = make_sweep(grid, [model], [task], seeds=2, base=base, engine="transformers")  # for other directories
+    assert [run.key for run in sweep.runs] == [r.key for r in make_sweep(grid, [model], [task], 2, base=base).runs]
     made = []
     original = make_problem
     monkeypatch.setattr(module, "make_problem", lambda *a: made.append(a) or original(*a))

@@ -48,6 +48,7 @@ def test_the_metrics_of_a_users_task_follow_its_classes():
         ("nothing to learn", {"labels": ["x"]}),
         ("for regression", {"label_range": (0, 1)}),
         ("has no classes", {"kind": "regression", "labels": ["x", "y"]}),
+        ("name of another task", {"name": "sst2"}),
         ("from a lower to a higher", {"kind": "regression", "label_range": (1, 1)}),
     ],
 )

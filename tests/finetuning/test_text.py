@@ -130,6 +130,14 @@ def test_parts_of_a_text_are_taken_as_they_are(ours: TextTokenizer) -> None:
     assert ours.tokenize(["fox"])[0].tolist() == word  # and nothing has changed
 
 
+def test_texts_of_several_portions_stay_in_order(ours: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["the fox", "a dog", "lazy", "", "over the dog"]
+    expected = [ids.tolist() for ids in ours.tokenize(texts)]
+    monkeypatch.setattr("maelm_fast.finetuning.text._AT_ONCE", 2)
+    assert [ids.tolist() for ids in ours.tokenize(texts)] == expected == [plain(text) for text in texts]
+    assert [piece.ids.tolist() for piece in ours.tokenize_with_offsets(texts)] == expected
+
+
 def test_places_of_a_pair_s_parts(ours: TextTokenizer, bert: TextTokenizer) -> None:
     for tokenizer in (ours, bert):
         first, second = tokenizer.tokenize(["a lazy dog", "the fox"])

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from maelm_fast.finetuning.batches import TokenBatch, token_batch
+from maelm_fast.finetuning.batches import TokenBatch, to_device, token_batch
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import TaskData
 from maelm_fast.finetuning.problem import SentenceProblem
@@ -75,6 +75,6 @@ class ClozeProblem(SentenceProblem):
         if self.task.kind != "regression":
             return super().loss(model, indices, device, dropout_seed)
         assert isinstance(model, ClozeModel)
-        high = self.targets[torch.from_numpy(indices)].to(device)
+        high = to_device(self.targets[torch.from_numpy(indices)], device)
         found = model.scores(token_batch(self.train, indices).to(device), dropout_seed).log_softmax(dim=1)
         return F.kl_div(found, torch.stack([1 - high, high], dim=1), reduction="batchmean")

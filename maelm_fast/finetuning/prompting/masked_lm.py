@@ -36,6 +36,7 @@ from maelm_fast.finetuning.encoders import (
     padded_places,
     read_tokenizer,
     require_transformers,
+    seeded,
     set_dropout,
     transformers_errors,
 )
@@ -124,7 +125,7 @@ def packed_prompts(batch: TokenBatch, mask_id: int, encoder_sees_mask: bool) -> 
 
 class TransformersMaskedLm(MaskedLm):
     """A masked language model of the transformers library, given prompts padded on the right. Its dropout draws from
-    PyTorch's generator."""
+    PyTorch's generator, which dropout_seed sets as it does a TransformersEncoder's."""
 
     engine = "transformers"
 
@@ -144,7 +145,9 @@ class TransformersMaskedLm(MaskedLm):
         attended = padded(torch.ones_like(batch.ids), places, shape, 0)
         columns = torch.eq(ids, self.mask_id).int().argmax(dim=1)
         self._mask = torch.arange(shape[0], device=ids.device), columns
-        logits: Tensor = self.network(input_ids=ids, attention_mask=attended).logits
+        seed = dropout_seed if self.training and isinstance(dropout_seed, int) else None
+        with seeded(seed, ids.device):
+            logits: Tensor = self.network(input_ids=ids, attention_mask=attended).logits
         return logits[:, 0] if logits.shape[1] == 1 else logits[self._mask]
 
     def _masked_only(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -6,22 +6,24 @@ as there. AVG counts MNLI once, as the mean of its two splits.
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from maelm_fast.config import to_dict
+from maelm_fast.errors import UserError
 from maelm_fast.finetuning.examples import Examples
+from maelm_fast.finetuning.markdown import NONE, over_draws, table
 from maelm_fast.finetuning.metrics import evaluate
 from maelm_fast.finetuning.prompting.run import STAGE, Mode, Plan, Question, Unit
 from maelm_fast.finetuning.prompting.templates import TEMPLATES
 from maelm_fast.finetuning.sweep import Model
-from maelm_fast.training.files import write_text
-from maelm_fast.training.ledger import Ledger
+from maelm_fast.finetuning.sweep_report import GLUE, PrintedRow
+from maelm_fast.training.files import write_json, write_text
+from maelm_fast.training.ledger import Ledger, lock
 
 REPORT, DATA = "PROMPTS.md", "prompts.json"
 HEADINGS: dict[Mode, str] = {
@@ -30,20 +32,22 @@ HEADINGS: dict[Mode, str] = {
     "prompt": "Prompt-based few-shot fine-tuning: the template and its label words, {shots} examples per label",
 }
 _SHOWN = {"f1": "F1", "matthews": "Matthews", "pearson": "Pearson", "spearman": "Spearman"}
-_NONE = "-"
-
-PrintedRow = tuple[str, dict[str, str]]
-"""A row of the paper's table: the model's name, and its values by the table's columns."""
 
 
 def write_report(
     plan: Plan, out: Path, about: dict[str, dict[str, Any]], printed: dict[Mode, list[PrintedRow]] | None = None
 ) -> str:
-    """Writes both files from the ledger, and returns the tables. about: `check`'s. printed: the paper's own rows."""
-    results = _results(plan, out)
-    tables = _tables(plan, results, printed or {})
-    write_text(out / DATA, json.dumps(_data(plan, results, about), indent=2) + "\n")
-    write_text(out / REPORT, "\n".join([*tables, *_explained(plan, results, about)]).rstrip() + "\n")
+    """Writes both files from the ledger, and returns the tables. about: `check`'s. printed: the paper's own rows.
+
+    Raises UserError if they cannot be written."""
+    with lock(out / "locks" / "report.lock", wait=True):  # held from the ledger on: the last to write has seen the most
+        results = _results(plan, out)
+        tables = _tables(plan, results, printed or {})
+        try:
+            write_json(out / DATA, _data(plan, results, about))
+            write_text(out / REPORT, "\n".join([*tables, *_explained(plan, results, about)]).rstrip() + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write in {out}: {error.strerror}; the same command goes on") from None
     return "\n".join(tables).rstrip()
 
 
@@ -82,14 +86,13 @@ def _tables(plan: Plan, results: Found, printed: dict[Mode, list[PrintedRow]]) -
             rows.append(
                 [f"*{name}, as printed in the paper*", *own, *(values["AVG"] if complete else "" for _ in average)]
             )
-        lines += _markdown(["Model", *columns, *average], rows)
+        lines += table(["Model", *columns, *average], rows)
     return lines
 
 
 def _place(name: str) -> int:
     """The paper's order; tasks of the user's own behind."""
-    order = ["mnli", "qqp", "qnli", "sst2", "cola", "rte", "mrpc", "stsb"]
-    return order.index(name) if name in order else len(order)
+    return GLUE.index(name) if name in GLUE else len(GLUE)
 
 
 def _column(question: Question) -> str:
@@ -98,27 +101,20 @@ def _column(question: Question) -> str:
     return title + (f" ({_SHOWN.get(task.metric, task.metric)})" if task.metric != "accuracy" else "")
 
 
-def _printed(question: Question, values: dict[str, str]) -> str:
+def _printed(question: Question, values: Mapping[str, str]) -> str:
     """The paper has MNLI's two splits in one column."""
     title = question.data.task.title
     if title == "MNLI":
         return "/".join(values["MNLI-(m/mm)"].split("/")[: len(question.data.validation)])
-    return values.get(title, _NONE)
+    return values.get(title, NONE)
 
 
 def _cell(plan: Plan, results: Found, model: Model, mode: Mode, question: Question) -> str:
-    parts = [_over_draws(_values(results, model, mode, question, split)) for split in question.data.validation]
-    done = len(_values(results, model, mode, question, next(iter(question.data.validation))))
+    splits = [_values(results, model, mode, question, split) for split in question.data.validation]
+    done = len(splits[0])
     wanted = 1 if mode == "zero-shot" else len(plan.seeds)
     partly = f" [{done} of {wanted} draws]" if 0 < done < wanted else ""
-    return "/".join(parts) + partly
-
-
-def _over_draws(values: Sequence[float]) -> str:
-    if not values:
-        return _NONE
-    mean = f"{statistics.fmean(values):.1f}"
-    return mean if len(values) == 1 else f"{mean} ({statistics.pstdev(values):.1f})"
+    return "/".join(over_draws(values, 1) for values in splits) + partly
 
 
 def _average(results: Found, model: Model, mode: Mode, questions: Sequence[Question]) -> str:
@@ -126,7 +122,7 @@ def _average(results: Found, model: Model, mode: Mode, questions: Sequence[Quest
     for question in questions:
         splits = [_values(results, model, mode, question, split) for split in question.data.validation]
         if not all(splits):
-            return _NONE
+            return NONE
         means.append(statistics.fmean(statistics.fmean(values) for values in splits))
     return f"{statistics.fmean(means):.1f}"
 
@@ -195,13 +191,14 @@ def _data(plan: Plan, results: Found, about: dict[str, dict[str, Any]]) -> dict[
 
 def _explained(plan: Plan, results: Found, about: dict[str, dict[str, Any]]) -> list[str]:
     lines = ["## Templates", ""]
-    tokens = {label: model.get("label_tokens", {}) for label, model in about.items()}
     rows = []
     for question in plan.questions:
         words = ", ".join(f"{name}: {word}" for name, word in question.template.words.items())
         rows.append([question.data.task.title, f"`{question.template.text}`", words])
-    lines += _markdown(["Task", "Template", "Label words"], rows)
-    lines += [f"- {label}: {about[label]['engine']}" + _handled(about[label]) for label in tokens]
+    lines += table(["Task", "Template", "Label words"], rows)
+    for label, model in about.items():
+        handled = f", [MASK] in the {model['mask_in']}" if "mask_in" in model else ""
+        lines.append(f"- {label}: {model['engine']}{handled}")
     lines += ["", "## How this was measured", ""]
     few = plan.few
     if set(plan.modes) != {"zero-shot"}:
@@ -222,11 +219,8 @@ def _explained(plan: Plan, results: Found, about: dict[str, dict[str, Any]]) -> 
         "as in Gao et al., whose RoBERTa rows the paper's Table 7 shows; elsewhere it has accuracy and Spearman's.",
     ]
     lines += [f"- {question.data.task.title}: {note}" for question in plan.questions for note in question.data.notes]
+    lines += _cut(results)
     for unit, result in results:
-        for split, part in result["test_truncation"].items():
-            if part["cut"]:
-                lines += [f"- {unit.key}, {split}: {part['cut']} of {part['inputs']} inputs were cut "
-                          f"({part['cut_tokens']} tokens); the longest had {part['longest']}"]  # fmt: skip
         for split, matrix in result.get("confusion", {}).items():
             names = unit.question.data.task.labels
             given = [name for i, name in enumerate(names) if any(row[i] for row in matrix)]
@@ -238,10 +232,13 @@ def _explained(plan: Plan, results: Found, about: dict[str, dict[str, Any]]) -> 
     return lines
 
 
-def _handled(about: dict[str, Any]) -> str:
-    return f", [MASK] in the {about['mask_in']}" if "mask_in" in about else ""
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    body = [list(header), ["---"] * len(header), *map(list, rows)]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in body] + [""]
+def _cut(results: Found) -> list[str]:
+    """How many test inputs were cut: said once, since it does not depend on the draw."""
+    lines = [
+        f"- {unit.model.label} {unit.question.name} {unit.mode}, {split}: {part['cut']} of {part['inputs']} inputs "
+        f"were cut ({part['cut_tokens']} tokens); the longest had {part['longest']}"
+        for unit, result in results
+        for split, part in result["test_truncation"].items()
+        if part["cut"]
+    ]
+    return list(dict.fromkeys(lines))

@@ -10,7 +10,6 @@ OUT/prompts.json, OUT/PROMPTS.md   (report.py)
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -39,8 +38,6 @@ from maelm_fast.training.files import write_text
 from maelm_fast.training.hardware import device_name
 from maelm_fast.training.ledger import Ledger, lock
 from maelm_fast.training.rundir import RunDir
-
-log = logging.getLogger(__name__)
 
 STAGE = "prompting"
 Mode = Literal["zero-shot", "head", "prompt"]
@@ -168,7 +165,6 @@ def run_plan(plan: Plan, out: Path, watch: Watch | None = None, stop: Callable[[
     """Works on every unit that is not finished. Returns how many another process is working on.
 
     Raises Stopped when asked to, UserError if a unit fails; what was finished before stays finished."""
-    out.mkdir(parents=True, exist_ok=True)
     ledger, busy, units = Ledger(out), 0, plan.units
     worker = Worker(plan, out, watch, stop)
     for number, unit in enumerate(units, 1):
@@ -184,15 +180,21 @@ def run_plan(plan: Plan, out: Path, watch: Watch | None = None, stop: Callable[[
             started = time.perf_counter()
             result, predictions = worker.work(unit)
             result["seconds"] = time.perf_counter() - started
-            (out / "predictions").mkdir(exist_ok=True)
-            lines = [json.dumps(row) + "\n" for row in predictions]
-            write_text(out / "predictions" / unit.predictions, "".join(lines))
+            _write(out / "predictions" / unit.predictions, predictions)
             ledger.append({"key": unit.key, "stage": STAGE, "config": unit.config, "result": result})
             values = ", ".join(
                 f"{split} {row[unit.question.data.task.metric]:.1f}" for split, row in result["test"].items()
             )
             print(f"[{number}/{len(units)}] {values}, {result['seconds']:.0f} s", flush=True)
     return busy
+
+
+def _write(path: Path, predictions: list[dict[str, Any]]) -> None:
+    try:
+        path.parent.mkdir(exist_ok=True)
+        write_text(path, "".join(json.dumps(row) + "\n" for row in predictions))
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; the same command goes on") from None
 
 
 class Worker:

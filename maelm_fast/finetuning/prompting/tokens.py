@@ -48,7 +48,7 @@ def label_ids(tokenizer: TextTokenizer, template: Template, texts: int) -> list[
     Raises UserError if a word is more than one token, or two classes have the same one."""
     spaced = parse(template.text, texts).spaced
     if spaced is None:
-        spaced = bool((tokenizer.tokenize(["a"])[0] != tokenizer.tokenize(["a"], as_is=True)[0]).any())
+        spaced = not np.array_equal(tokenizer.tokenize(["a"])[0], tokenizer.tokenize(["a"], as_is=True)[0])
     found: dict[int, str] = {}
     for name, word in template.words.items():
         forms = [" " * spaced + form for form in (word.strip(), word.strip().lower())]
