@@ -45,8 +45,12 @@ REMOVES_MASK = {
     "real_positions": "real positions of the input with [MASK]",
 }
 SEES_SOME = SEES_MASK | {"with_mask": "with [MASK], all shown", "visible": "visible tokens, every [MASK] removed"}
-"""The inputs that say something about an encoder pretrained with [MASK], one that never saw it (MAE-LM), and one in
-between (Fig. 4), and what they are."""
+SEES_RANDOM = {
+    "visible": "random tokens in the place of masked ones, as in pretraining",
+    "without_mask": "all tokens real",
+}
+"""The inputs that say something about an encoder pretrained with [MASK], one that never saw it (MAE-LM), one in between
+(Fig. 4), and one that read random tokens instead (Table 2), and what they are."""
 
 Watch = Callable[[Iterable[PackedBatch], int], Iterable[PackedBatch]]
 """(batches, how many) -> the batches again, with progress shown."""
@@ -73,6 +77,7 @@ class RankReport:
     name: str
     step: int | None
     encoder_sees_mask: bool
+    """Whether it read any [MASK] in pretraining."""
     hidden_size: int
     taus: list[float]
     centred: bool
@@ -141,7 +146,8 @@ def _input_ranks(name: str, label: str, grams: list[GramMatrix], taus: Sequence[
 
 
 def run_batches(run: LoadedRun, store: TokenStore, samples: int | None, watch: Watch | None) -> Iterable[PackedBatch]:
-    """The first samples (runtime.eval_samples if None) of a validation split with the run's masks, all of them shown.
+    """That many samples (runtime.eval_samples if None) of a validation split, drawn as for the run's evaluations, with
+    the run's masks, all of them shown.
 
     Raises UserError if the store was tokenised by another tokenizer than the run's or holds longer sequences than the
     model takes."""
@@ -164,6 +170,20 @@ def run_batches(run: LoadedRun, store: TokenStore, samples: int | None, watch: W
     return batches if watch is None else watch(batches, -(-samples // size))
 
 
+def saw_mask(run: LoadedRun) -> bool:
+    """Whether the encoder read any [MASK] in pretraining."""
+    masking = run.config.masking
+    return masking.policy != "random" and (run.model.encoder_sees_mask or masking.shown > 0.0)
+
+
+def _labels(run: LoadedRun) -> dict[str, str]:
+    if run.config.masking.policy == "random":
+        return SEES_RANDOM
+    if not saw_mask(run):
+        return REMOVES_MASK
+    return SEES_MASK if run.model.encoder_sees_mask else SEES_SOME
+
+
 def measure(
     run: LoadedRun,
     store: TokenStore,
@@ -175,15 +195,14 @@ def measure(
     check_taus(taus)
     config, model = run.config, run.model
     batches = run_batches(run, store, samples, watch)
-    labels = SEES_MASK if model.encoder_sees_mask else SEES_SOME if config.masking.shown else REMOVES_MASK
     with evaluating(model):
         inputs = effective_ranks(
-            from_encoder(model.encoder), batches, model.mask_id, labels, taus, model.encoder.token_table.device
+            from_encoder(model.encoder), batches, model.mask_id, _labels(run), taus, model.encoder.token_table.device
         )
     return RankReport(
         name=run.record.preset,
         step=run.step,
-        encoder_sees_mask=model.encoder_sees_mask,
+        encoder_sees_mask=saw_mask(run),
         hidden_size=config.model.hidden_size,
         taus=list(taus),
         centred=False,

@@ -7,8 +7,8 @@ Colours are Okabe and Ito's, which colour-blind readers can tell apart; markers 
 from __future__ import annotations
 
 import io
+import itertools
 import math
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,13 +16,14 @@ from typing import Any, Literal
 from maelm_fast.analysis.effective_rank import RankReport
 from maelm_fast.analysis.inputs import INPUTS
 from maelm_fast.config import require
+from maelm_fast.data.files import written_aside
 from maelm_fast.errors import UserError
 from maelm_fast.training.rundir import RunDir
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 STYLES = ("-", "--", ":", "-.")
-_GREY = "#555555"
+GREY = "#555555"
 _RANK_LINE: dict[str, Any] = {"markersize": 5.5, "linewidth": 1.8, "clip_on": False}
 _SMOOTHING = 40  # the smoothed curve averages over a fortieth of the logged updates to either side
 
@@ -87,11 +88,11 @@ def read_curves(run: RunDir, label: str, over: Literal["tokens", "steps"] = "tok
 def smoothed(values: list[float], reach: int) -> list[float]:
     """The mean over up to `reach` values to either side, equally many: unlike a trailing mean it does not lag, which
     would put a falling training loss above a validation loss that equals it."""
+    sums = [0.0, *itertools.accumulate(values)]
     result = []
     for i in range(len(values)):
         side = min(reach, i, len(values) - 1 - i)
-        window = values[i - side : i + side + 1]
-        result.append(sum(window) / len(window))
+        result.append((sums[i + side + 1] - sums[i - side]) / (2 * side + 1))
     return result
 
 
@@ -118,7 +119,7 @@ def plot_runs(runs: list[RunDir], out: Path, over: Literal["tokens", "steps"] = 
             _draw_ranks(axes[-1], run, colour, marker)
     for nats in sorted({round(run.unigram_nats, 2) for run in curves if run.unigram_nats is not None}):
         label = f"unigram entropy, {nats:.2f} nats"
-        axes[0].axhline(nats, color=_GREY, linestyle=(0, (6, 3)), linewidth=1.2, label=label)
+        axes[0].axhline(nats, color=GREY, linestyle=(0, (6, 3)), linewidth=1.2, label=label)
     title = "Masked-token loss: training (line, smoothed)" + (", validation (marks)" if evaluated else "")
     axes[0].set_title(title, size=11)
     axes[0].set_ylabel("loss (nats per masked token)")
@@ -265,8 +266,7 @@ def save(figure: Any, out: Path) -> None:
     figure.savefig(picture, format=kind)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        aside = out.with_name(out.name + ".tmp")
-        aside.write_bytes(picture.getvalue())
-        os.replace(aside, out)
+        with written_aside(out) as file:
+            file.write(picture.getvalue())
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}") from None

@@ -44,7 +44,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from maelm_fast.analysis.effective_rank import TAU, run_batches
+from maelm_fast.analysis.effective_rank import TAU, run_batches, saw_mask
 from maelm_fast.analysis.gram import GramMatrix, rank_at
 from maelm_fast.analysis.inputs import evaluating, from_encoder, gram_matrices
 from maelm_fast.batch import PackedBatch
@@ -247,7 +247,7 @@ def theory_report(
     run: LoadedRun, store: TokenStore, tau: float = TAU, samples: int | None = None, head: int = 0
 ) -> TheoryReport:
     """Raises UserError as effective_rank.run_batches, and if the model has no such head."""
-    model, config = run.model, run.config.model
+    model, config, sees_mask = run.model, run.config.model, saw_mask(run)
     require(0 <= head < config.num_heads, f"head must lie in [0, {config.num_heads}), not {head}")
     batches = list(run_batches(run, store, samples, None))
     device = model.encoder.token_table.device
@@ -265,13 +265,13 @@ def theory_report(
         for i, (real, mask) in enumerate(zip(grams["real_positions"], grams["mask_positions"], strict=True))
     ]
     states, is_mask = max(sequences, key=lambda sequence: int(sequence[1].sum()))
-    real, mask = states[0][~is_mask], states[0][is_mask] if model.encoder_sees_mask else states[0][:0]
+    real, mask = states[0][~is_mask], states[0][is_mask] if sees_mask else states[0][:0]
     weights, misfit = combine(real, mask)
     steps = attention_stack(real, weights @ real, head_weights(model, head))
     return TheoryReport(
         name=run.record.preset,
         step=run.step,
-        encoder_sees_mask=model.encoder_sees_mask,
+        encoder_sees_mask=sees_mask,
         hidden_size=config.hidden_size,
         tau=tau,
         samples=sum(len(batch.lengths) for batch in batches),
@@ -279,7 +279,7 @@ def theory_report(
         real_tokens=grams["real_positions"][0].tokens,
         mask_tokens=grams["mask_positions"][0].tokens,
         input_residual=composite_norm(residual(real)),
-        assumption_misfit=misfit if model.encoder_sees_mask else None,
+        assumption_misfit=misfit if sees_mask else None,
         layers=layers,
         attention=[Bound(s.residual, s.printed, s.corrected, s.u, s.misfit, s.spread) for s in steps],
     )

@@ -43,9 +43,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--text", metavar="SOURCE", help="text for --hf: a file, 'embedded', or a token store (default: --data)"
     )
-    parser.add_argument(
-        "--length", type=int, default=LONGEST, help=f"tokens of a sequence for --hf, at most (default: {LONGEST})"
-    )
+    parser.add_argument("--length", type=int, help=f"tokens of a sequence for --hf, at most (default: {LONGEST})")
     parser.add_argument("--out", metavar="DIR", help="where the report goes (default: RUN/report, of several here)")
     options = parser.parse_args(argv)
 
@@ -54,6 +52,8 @@ def main(argv: list[str]) -> int:
     text = options.text or options.data
     require(bool(text) or not options.hf, "--hf needs text: --text FILE, --text embedded, or --data STORE")
     require(bool(options.hf) or not options.text, "--text is for --hf: a run is measured on a token store (--data)")
+    require(bool(options.hf) or options.length is None, "--length is for --hf: a run is measured on whole samples")
+    require(bool(options.runs) or options.step is None, "--step names a checkpoint of runs: --hf has one only")
     require_matplotlib()  # now, rather than after the measurement
     reports = [_of_run(path, options, taus) for path in options.runs]
     reports += [_of_checkpoint(path, text, options, taus) for path in options.hf]
@@ -80,7 +80,8 @@ def _of_run(path: str, options: argparse.Namespace, taus: list[float]) -> RankRe
 def _of_checkpoint(path: str, text: str, options: argparse.Namespace, taus: list[float]) -> RankReport:
     encoder = load_encoder(path, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     samples = CHECKPOINT_SAMPLES if options.samples is None else options.samples
-    return measure_checkpoint(encoder, text, taus, samples, options.length, watch=_progress)
+    length = LONGEST if options.length is None else options.length
+    return measure_checkpoint(encoder, text, taus, samples, length, watch=_progress)
 
 
 def _taus(text: str) -> list[float]:

@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from maelm_fast.analysis.plots import require_matplotlib, short_number
 from maelm_fast.cli.common import OneLineParser
@@ -30,7 +31,7 @@ from maelm_fast.experiments.figures import draw
 from maelm_fast.experiments.plan import Plan, make_plan
 from maelm_fast.experiments.report import FIGURE, report
 from maelm_fast.experiments.results import Results
-from maelm_fast.experiments.run import Stopped, is_store, manifests, place_data, run_dir, run_plan
+from maelm_fast.experiments.run import Stopped, is_store, manifests, place_data, run_dir, run_plan, store_path
 from maelm_fast.training.files import write_text
 from maelm_fast.training.ledger import Ledger, lock
 
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> int:
         require_matplotlib()  # now, rather than after the training
         require(bool(data), f"--data is needed at scale {scale.name}: a token store, or text to make one of")
     plan = _with_tasks(plan, options, only_shown)
-    if data and (not only_shown or is_store(data)):
+    if data and (not only_shown or is_store(data) or _prepared(plan, out)):
         plan = place_data(plan, data, out)
     print("\n".join(_shown(plan, data, Ledger(out))), flush=True)
     if only_shown:
@@ -71,6 +72,11 @@ def main(argv: list[str]) -> int:
     return 1 if results.errors() else 0
 
 
+def _prepared(plan: Plan, out: Path) -> bool:
+    """Whether the text's stores are made already: a plan then knows what is finished."""
+    return all(is_store(str(store_path(out, corpus))) for corpus in plan.corpora)
+
+
 def _with_tasks(plan: Plan, options: argparse.Namespace, only_shown: bool) -> Plan:
     """The plan with its downstream part. The paper's own scale is shown with it even if no data are given."""
     experiment, amount = plan.experiment, plan.scale.downstream
@@ -83,6 +89,10 @@ def _with_tasks(plan: Plan, options: argparse.Namespace, only_shown: bool) -> Pl
             require(bool(options.tasks), f"--{option} names files of a task: give --tasks too")
             require(bool(paths), f"--{option} takes TASK=FILE or TASK=FILE,FILE, not '{given}'")
             require(name in files, f"--{option} {given}: {experiment.name} has no task '{name}': {', '.join(files)}")
+            require(
+                not getattr(files[name], option),
+                f"--{option} names {name} twice: give its files with commas between them",
+            )
             files[name] = replace(files[name], **{option: tuple(paths.split(","))})
     if options.tasks:
         return plan.with_tasks(find_tasks(experiment.tasks, options.tasks, amount, experiment.one_task, files))
@@ -104,12 +114,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--scale", required=True, metavar="SCALE", help=sizes)
     add("--data", metavar="PATH", help="a token store; or text to make one of: a file, a glob, hf:NAME, 'embedded', "
         "or a directory, whose files named *validation* are the validation split (smoke: embedded)")  # fmt: skip
-    add("--tasks", nargs="+", metavar="DIR|hub", help="where GLUE's tasks and SQuAD 2.0 are, for what the paper "
+    several: dict[str, Any] = {"nargs": "+", "action": "extend"}
+    add("--tasks", **several, metavar="DIR|hub", help="where GLUE's tasks and SQuAD 2.0 are, for what the paper "
         "fine-tunes or prompts: directories with NAME/train.parquet and so on (see docs/reproduce.md), the first "
         "one that has a task; or 'hub' (default: none, only pretraining is reproduced)")  # fmt: skip
     for option in ("train", "validation"):
-        add(f"--{option}", nargs="+", default=[], metavar="TASK=FILE", help=f"{option} file of a task, or several with "
-            "commas between them, if they are not named so")  # fmt: skip
+        add(f"--{option}", **several, default=[], metavar="TASK=FILE", help=f"{option} file of a task, or several "
+            "with commas between them, if they are not named so")  # fmt: skip
     add("--out", metavar="DIR", help="where everything goes; experiments in one directory share runs (default: "
         "reproduction-SCALE)")  # fmt: skip
     add("--seeds", type=int, default=1, metavar="N", help="pretrain every model with seeds 0 to N-1 (default: 1)")
@@ -123,21 +134,20 @@ def _shown(plan: Plan, data: str | None, ledger: Ledger) -> Iterator[str]:
     """The plan in lines: every run with what it costs, and the sum of what is not finished."""
     length = _mean_length(plan)
     yield f"{plan.experiment.title}; scale {plan.scale.name}: {plan.scale.about}"
-    yield f"data: {data or 'none given'}" + ("" if plan.cells[0].data else ", not prepared yet")
+    yield f"data: {data or 'none given'}" + (", not prepared yet" if data and not plan.cells[0].data else "")
     yield f"{'run':42}{'seed':>5}{'updates':>11}{'tokens':>9}{'FLOP':>11}{'about':>10}"
     results = Results(plan, ledger)
     unfinished = [cell.key for cell in results.unfinished(units=False)]
     rate = rate_for(plan)
     everything, seconds = Cost(), 0.0
     for cell in plan.runs:
-        one = cost(cell, length)
+        one, left = cost(cell, length), cost(cell, length, pretrained=results.pretraining(cell) is not None)
         everything += one
-        time = one.flops / rate.flops_per_s[cell.row.setting]
         finished = cell.key not in unfinished
-        seconds += 0.0 if finished else time
-        name = cell.row.label if cell.row.setting == "base" else f"{cell.row.label}, {cell.row.setting}"
+        time = 0.0 if finished else left.flops / rate.flops_per_s[cell.row.setting]
+        seconds += time
         yield (
-            f"{name:42}{cell.config.seed:>5}{cell.config.optim.max_steps:>11,}{short_number(one.tokens):>9}"
+            f"{cell.row.title:42}{cell.config.seed:>5}{cell.config.optim.max_steps:>11,}{short_number(one.tokens):>9}"
             f"{one.flops:>11.2e}{'finished' if finished else duration(time):>10}"
         )
     if repeated := len(plan.cells) - len(plan.runs):

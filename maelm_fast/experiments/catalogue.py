@@ -25,6 +25,11 @@ class Row:
     printed: str = ""
     """The paper's number of this row, where it has a single one."""
 
+    @property
+    def title(self) -> str:
+        """The label, with the setting where it is not base: tables have one label in several."""
+        return self.label if self.setting == "base" else f"{self.label}, {self.setting}"
+
 
 @dataclass(frozen=True)
 class Experiment:

@@ -19,6 +19,7 @@ from maelm_fast import presets
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import ModelConfig, RunConfig
 from maelm_fast.data.masking import Vocabulary, pack
+from maelm_fast.errors import UserError
 from maelm_fast.experiments.downstream import Prompting, Size, Unit
 from maelm_fast.experiments.plan import Cell, Plan
 from maelm_fast.experiments.scales import Scale
@@ -53,11 +54,11 @@ class Rate:
 
     flops_per_s: dict[str, float]
     source: str
-    measured: bool
 
 
-def cost(cell: Cell, mean_length: float | None = None) -> Cost:
-    """mean_length: tokens of a training sample on average (None: full sequences)."""
+def cost(cell: Cell, mean_length: float | None = None, pretrained: bool = False) -> Cost:
+    """Of pretraining and the effective ranks; pretrained: of the ranks alone. mean_length: tokens of a training sample
+    on average (None: full sequences)."""
     config, length = cell.config, round(mean_length or cell.corpus.seq_len)
     with torch.device("meta"):
         model = MaeLm(config.model)
@@ -68,6 +69,8 @@ def cost(cell: Cell, mean_length: float | None = None) -> Cost:
     evaluated = -(-optim.max_steps // runtime.eval_every) * runtime.eval_samples
     gram = 2 * length * m.hidden_size**2 * (m.num_layers + 1)
     ranks = len(cell.rank_steps) * cell.rank_samples * 3 * (per_sample / 3 + gram)  # three inputs to the encoder
+    if pretrained:
+        return Cost(flops=ranks)
     parameters = sum(p.numel() for p in model.parameters())
     saved = -(-optim.max_steps // runtime.save_every)
     return Cost(trained * length, trained * per_sample + evaluated * per_sample / 3 + ranks, saved * parameters * 12)
@@ -112,13 +115,19 @@ def rate_for(plan: Plan) -> Rate:
         source = (
             f"a projection: {ASSUMED_SHARE:.0%} of the bf16 peak of one {ASSUMED_GPU} is assumed, nothing was measured"
         )
-        return Rate(dict.fromkeys(settings, ASSUMED_SHARE * peak), source, measured=False)
+        return Rate(dict.fromkeys(settings, ASSUMED_SHARE * peak), source)
     first = next(iter(settings.values()))
     device = choose_device(first.runtime)
-    rates = {name: measured_rate(config) for name, config in settings.items()}
+    try:
+        rates = {name: measured_rate(config) for name, config in settings.items()}
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"{device_name(device)} has too little memory for the micro-batches of scale {plan.scale.name}: take a "
+            "smaller --scale"
+        ) from None
     shown = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in rates.items())
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    return Rate(rates, f"measured just now on {device_name(device)}{threads}: {shown}", measured=True)
+    return Rate(rates, f"measured just now on {device_name(device)}{threads}: {shown}")
 
 
 def needs_gpu_missing_here(scale: Scale) -> bool:

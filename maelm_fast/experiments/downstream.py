@@ -153,7 +153,7 @@ def find_tasks(
     with `one` only the first task that is there. files: of the tasks whose files are not plainly named.
 
     A task that none of them has, or has in order, is left out with the reason; the plan and the report name it.
-    Raises UserError if not one task is there."""
+    Raises UserError if not one task is there, or if one whose files were named is not read."""
     data: dict[str, TaskData] = {}
     left_out: dict[str, str] = {}
     for name in names:
@@ -173,6 +173,10 @@ def find_tasks(
             having = [source for source in sources if (Path(source) / name).is_dir()]
             left_out[name] = reasons[(having or list(sources))[0]]
     shown = " ".join(sources)
+    for name, named in (files or {}).items():
+        if named != Files() and name not in data:
+            why = left_out.get(name) or f"one task is enough here, and {next(iter(data))} comes first"
+            raise UserError(f"files of {name} are named, but it is not read: {why}")
     if not data:
         raise UserError(f"--tasks {shown}: none of {', '.join(names)} can be read; {names[0]}: {left_out[names[0]]}")
     return Found(

@@ -5,15 +5,13 @@ matplotlib is loaded on use; figures are made without pyplot, hence without a di
 
 from __future__ import annotations
 
-import io
 import statistics
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from maelm_fast.analysis.plots import COLOURS, MARKERS, short_number
-from maelm_fast.data.files import written_aside
+from maelm_fast.analysis.plots import COLOURS, GREY, MARKERS, figure_of, grid, save, short_number
 from maelm_fast.experiments.catalogue import Row
 from maelm_fast.experiments.plan import Cell
 from maelm_fast.experiments.results import (
@@ -29,23 +27,18 @@ from maelm_fast.experiments.scores import RANDOM, average_name, glue_tasks, prom
 from maelm_fast.finetuning.prompting.run import MODES
 from maelm_fast.finetuning.tasks import Task
 
-_GREY = "#555555"
-
 
 def draw(results: Results, out: Path) -> None:
     """The figure of the results' experiment, to a PNG file. At least one run must be finished."""
     figure = _DRAW[results.plan.experiment.name](results)
     if results.plan.scale.meaningless:
         figure.suptitle(f"Scale {results.plan.scale.name}: these numbers mean nothing", color="#b00000", size=11)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    with written_aside(out) as file:
-        file.write(picture.getvalue())
+    save(figure, out)
 
 
 def _fig1(results: Results) -> Any:
     row = results.plan.rows[0]
-    figure = _figure(11.0, 4.8)
+    figure = figure_of(11.0, 4.8)
     left, right = figure.subplots(1, 2)
     _by_layer(left, [("input w. [MASK]", results.layers(row, "with_mask")), _without(results, row)])
     left.set_title("(a) all positions", size=11)
@@ -56,7 +49,7 @@ def _fig1(results: Results) -> Any:
 
 def _fig6(results: Results) -> Any:
     row = results.plan.rows[0]
-    figure = _figure(6.5, 4.8)
+    figure = figure_of(6.5, 4.8)
     axis = figure.subplots()
     _by_layer(axis, [("input w. [MASK]", results.layers(row, "with_mask")), _without(results, row)])
     return figure
@@ -70,7 +63,7 @@ def _fig5(results: Results) -> Any:
         for row in results.plan.rows
     ]
     both = any(seeds for _, seeds in after)
-    figure = _figure(12.0 if both else 7.5, 5.2)
+    figure = figure_of(12.0 if both else 7.5, 5.2)
     axis, *second = figure.subplots(1, 2, squeeze=False)[0] if both else [figure.subplots()]
     lines = [
         ("MLM w. [MASK]", results.layers(mlm, "with_mask")),
@@ -107,7 +100,7 @@ def _by_layer(axis: Any, lines: Sequence[tuple[str, list[list[int]]]], first_col
     axis.xaxis.set_major_locator(MaxNLocator(nbins=13, integer=True))
     axis.yaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_ylim(bottom=0)
-    _finish(axis)
+    grid(axis)
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
 
 
@@ -130,7 +123,7 @@ def _fig4(results: Results) -> Any:
     ranks = [[float(rank) for rank in results.last_layer(row, REAL)] for row in plan.rows]
     panels.append(("validation loss (nats per masked token)", losses, []))
     panels.append(("0.9-effective rank, last layer, all tokens real", ranks, []))
-    figure = _figure(10.5, 4.4 * -(-len(panels) // 2))
+    figure = figure_of(10.5, 4.4 * -(-len(panels) // 2))
     axes = list(figure.subplots(-(-len(panels) // 2), 2, squeeze=False).flat)
     deltas = [float(row.label) for row in plan.rows]
     for i, (axis, (name, values, untrained)) in enumerate(zip(axes, panels, strict=False)):
@@ -138,7 +131,7 @@ def _fig4(results: Results) -> Any:
         axis.set_ylabel(_wrapped(name))
         for seeds in untrained:
             if seeds:
-                axis.axhline(statistics.median(seeds), color=_GREY, linestyle=":", label=RANDOM)
+                axis.axhline(statistics.median(seeds), color=GREY, linestyle=":", label=RANDOM)
                 axis.legend(frameon=False)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
@@ -157,7 +150,7 @@ def _over_delta(axis: Any, deltas: Sequence[float], values: Sequence[Sequence[fl
               color=COLOURS[colour])  # fmt: skip
     axis.set_xticks(deltas)
     axis.set_xlabel("delta: share of [MASK] tokens in the encoder (0: MAE-LM)")
-    _finish(axis)
+    grid(axis)
 
 
 def _fig3(results: Results) -> Any:
@@ -165,7 +158,7 @@ def _fig3(results: Results) -> Any:
 
     task = results.plan.tasks[0] if results.plan.tasks else None
     quantities = (["score"] if task else []) + ["val_loss", "rank"]
-    figure = _figure(10.5, 0.6 + 3.5 * len(quantities))
+    figure = figure_of(10.5, 0.6 + 3.5 * len(quantities))
     axes = figure.subplots(len(quantities), 2, sharex="col")
     for column, key in enumerate(("tokens", "seconds")):
         if task is not None:
@@ -184,7 +177,7 @@ def _fig3(results: Results) -> Any:
         axes[-1, column].xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
         for axis in axes[:, column]:
             axis.set_xlim(left=0)
-            _finish(axis)
+            grid(axis)
     handles, labels = axes[-2, 0].get_legend_handles_labels()
     extra = [pair for pair in zip(*axes[0, 0].get_legend_handles_labels(), strict=True) if pair[1] not in labels]
     handles, labels = handles + [h for h, _ in extra], labels + [name for _, name in extra]
@@ -203,13 +196,11 @@ def _accuracy(axis: Any, results: Results, task: Task, key: str) -> None:
                   marker=MARKERS[i], linewidth=1.8, label=row.label)  # fmt: skip
     for cell in results.plan.controls:
         if values := scores(results.finetuned([cell], task, step=0), task.validation[0], task.metric):
-            axis.axhline(statistics.median(values), color=_GREY, linestyle=":", label=RANDOM)
-    if curves[0]:
-        final = curves[0][-1]["score"]
-        axis.axhline(
-            final, color=COLOURS[0], linestyle="--", linewidth=0.9, label=f"{results.plan.rows[0].label}, last"
-        )
-        if (place := passes(curves[1], final, key)) is not None:
+            axis.axhline(statistics.median(values), color=GREY, linestyle=":", label=RANDOM)
+    first = results.plan.rows[0]
+    if (final := results.end(first, task)) is not None:
+        axis.axhline(final["score"], color=COLOURS[0], linestyle="--", linewidth=0.9, label=f"{first.label}, last")
+        if (place := passes(curves[1], final["score"], key)) is not None:
             axis.axvline(place, color=COLOURS[1], linestyle="--", linewidth=0.9)
             axis.annotate(short_number(place), (place, 0.02), xycoords=("data", "axes fraction"), xytext=(4, 0),
                           textcoords="offset points", size=9, color=COLOURS[1])  # fmt: skip
@@ -220,7 +211,7 @@ def _by_row(results: Results) -> Any:
     """Of a table: loss, rank and, where there is any, the downstream mean of every row, one below the other."""
     rows = results.plan.rows
     downstream = bool(glue_tasks(results))
-    figure = _figure(14.0 if downstream else 11.0, (2.4 if downstream else 1.8) + 0.34 * len(rows))
+    figure = figure_of(14.0 if downstream else 11.0, (2.4 if downstream else 1.8) + 0.34 * len(rows))
     left, right, *third = figure.subplots(1, 3 if downstream else 2, sharey=True)
     for y, row in enumerate(rows):
         config = results.plan.of_row(row)[0].config
@@ -232,8 +223,7 @@ def _by_row(results: Results) -> Any:
         if name := pretraining_input(config):
             _dots(right, y, results.last_layer(row, name), COLOURS[1], MARKERS[1], markersize=10, fillstyle="none")
         _dots(right, y, results.last_layer(row, REAL), COLOURS[2], MARKERS[2])
-    labels = [row.label if row.setting == "base" else f"{row.label}, {row.setting}" for row in rows]
-    left.set_yticks(range(len(rows)), labels)
+    left.set_yticks(range(len(rows)), [row.title for row in rows])
     left.invert_yaxis()
     left.set_xlabel("validation loss (nats per masked token)")
     right.set_xlabel("0.9-effective rank, last layer")
@@ -244,7 +234,7 @@ def _by_row(results: Results) -> Any:
         _means(axis, results)
     for axis in (left, right, *third):
         axis.set_ylim(len(rows) - 0.5, -0.5)
-        _finish(axis)
+        grid(axis)
     return figure
 
 
@@ -258,11 +248,12 @@ def _means(axis: Any, results: Results) -> None:
                 prompted_average(results, row, mode) if prompting else results.average(results.plan.of_row(row), glue)
             )
             if mean is not None:
+                named = mode in axis.get_legend_handles_labels()[1]
                 axis.plot(mean, y, linestyle="none", color=COLOURS[3 + i], marker=MARKERS[3 + i],
-                          label=mode if y == 0 and prompting else None)  # fmt: skip
+                          label=mode if prompting and not named else None)  # fmt: skip
     for cell in [] if prompting else results.plan.controls:
         if (mean := results.average([cell], glue, step=0)) is not None:
-            axis.axvline(mean, color=_GREY, linestyle=":", label=f"{RANDOM}, {cell.row.setting}")
+            axis.axvline(mean, color=GREY, linestyle=":", label=f"{RANDOM}, {cell.row.setting}")
     axis.set_xlabel(_wrapped(average_name(results)))
     if axis.get_legend_handles_labels()[0]:
         axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
@@ -273,19 +264,6 @@ def _dots(axis: Any, y: int, seeds: Sequence[float], colour: str, marker: str, *
         axis.plot(seeds, [y] * len(seeds), linestyle="none", marker=".", color=colour, alpha=0.6)
     if seeds:
         axis.plot(statistics.median(seeds), y, marker=marker, color=colour, **look)
-
-
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
-
-
-def _finish(axis: Any) -> None:
-    axis.grid(True, color="#dddddd", linewidth=0.7)
-    axis.set_axisbelow(True)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
 
 
 _DRAW = {

@@ -18,10 +18,6 @@ class PaperTable:
     columns: Row
     groups: tuple[tuple[str, tuple[Row, ...]], ...]
 
-    def row(self, group: int, name: str) -> dict[str, str]:
-        """The named row of a block, by column."""
-        return next(dict(zip(self.columns, r, strict=True)) for r in self.groups[group][1] if r[0] == name)
-
 
 _GLUE = ("MNLI-(m/mm)", "QQP", "QNLI", "SST-2", "CoLA", "RTE", "MRPC", "STS-B", "AVG")
 _SQUAD = ("SQuAD EM", "SQuAD F1")

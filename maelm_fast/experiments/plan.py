@@ -52,6 +52,10 @@ class Cell:
         """Of a new run directory, before the key."""
         return re.sub(r"[^\w.+-]", "_", "-".join((self.row.setting, *self.row.variants, f"seed{self.config.seed}")))
 
+    @property
+    def title(self) -> str:
+        return f"{self.row.title}, seed {self.config.seed}"
+
     @cached_property
     def stages(self) -> dict[str, str]:
         """The parts of the work in order, each with the hash of what decides its result."""

@@ -13,7 +13,6 @@ from maelm_fast.analysis.plots import short_number
 from maelm_fast.data.token_store import Manifest
 from maelm_fast.experiments import paper
 from maelm_fast.experiments.catalogue import Row
-from maelm_fast.experiments.markdown import NONE, over_seeds, table
 from maelm_fast.experiments.plan import differences
 from maelm_fast.experiments.results import REAL, Results, median_by_layer, predicts_all, pretraining_input
 from maelm_fast.experiments.scores import (
@@ -26,6 +25,8 @@ from maelm_fast.experiments.scores import (
     squad_em,
     task_list,
 )
+from maelm_fast.finetuning.markdown import NONE, over_seeds, table
+from maelm_fast.finetuning.sources import listed
 
 FIGURE = "figure.png"
 _MISSING = "missing"
@@ -214,17 +215,16 @@ def _missing(results: Results) -> list[str]:
     if plan.left_out:
         rows = ", ".join(f"{row.label} ({row.setting})" for row in plan.left_out)
         lines.append(f"- Left out at this scale: {rows}. The paper's setting of those rows is run by --scale full.")
-    lines += [f"- Failed: {cell.row.label}, seed {cell.config.seed}, {stage}: {error}"
-              for cell, stage, error in results.errors()]  # fmt: skip
+    lines += [f"- Failed: {cell.title}, {stage}: {error}" for cell, stage, error in results.errors()]
     for one, other in results.equal_losses():
         lines.append(
-            f"- Not to be trusted: {one.row.label} and {other.row.label}, seed {one.config.seed}, have the same "
+            f"- Not to be trusted: {one.row.title} and {other.row.title}, seed {one.config.seed}, have the same "
             f"validation loss to the last bit, so what sets them apart had no effect."
         )
     failed = {cell.key for cell, _, _ in results.errors()}
     for cell in results.unfinished():
         if cell.key not in failed:
-            lines.append(f"- Not finished: {cell.row.label}, seed {cell.config.seed}. The same command goes on.")
+            lines.append(f"- Not finished: {cell.title}. The same command goes on.")
     return [*lines, ""] if lines else []
 
 
@@ -282,7 +282,7 @@ def _runs(results: Results, run_names: dict[str, str]) -> list[str]:
         r = results.pretraining(cell)
         if r is not None:
             machine = f"{r['device']}, {r['precision']}, {r['threads']} threads, torch {r['torch']}"
-            rows.append([cell.row.label, str(cell.config.seed), f"{r['step']:,}", short_number(r["tokens"]),
+            rows.append([cell.row.title, str(cell.config.seed), f"{r['step']:,}", short_number(r["tokens"]),
                          f"{r['seconds']:,.1f}", f"{r['tokens'] / r['seconds']:,.0f}", machine,
                          (r["commit"] or "unknown")[:10] + ("+" if str(r["commit"]).endswith("+") else ""),
                          f"runs/{run_names[cell.key]}"])  # fmt: skip
@@ -296,7 +296,7 @@ def _data(manifests: dict[str, Manifest]) -> list[str]:
     rows = [
         [path, f"{m.vocab_size:,}", f"{m.seq_len} at most", short_number(m.splits["train"].tokens),
          short_number(m.splits["validation"].tokens), f"{m.unigram_nats:.3f} nats",
-         ", ".join(str(entry["source"]) for entry in m.options["inputs"]), m.fingerprint[:12]]
+         listed([str(entry["source"]) for entry in m.options["inputs"]]), m.fingerprint[:12]]
         for path, m in manifests.items()
     ]  # fmt: skip
     return table(header, rows)

@@ -99,15 +99,20 @@ class Results:
     # Downstream
 
     def finetuned(self, cells: Iterable[Cell], task: Task, step: int | None = None) -> list[dict[str, Any]]:
-        """Results on a task of all seeds, of the grid's cell whose median is best by the task's own metric. step: the
-        checkpoint's, the last by default. See finetune.py for what they hold."""
+        """Results on a task of all seeds, of the grid's cell whose median is best by the task's own metric, among those
+        with the most seeds: one lucky seed of a cell whose others failed must not win. step: the checkpoint's, the last
+        by default. See finetune.py for what they hold."""
         settings: dict[int, list[dict[str, Any]]] = {}
         for cell in cells:
             for unit in cell.finetunings(task.name, step):
                 if (result := self.stage(cell, unit.stage)) is not None:
                     settings.setdefault(unit.setting, []).append(result)
         selecting = task.validation[0]
-        return max(settings.values(), key=lambda some: median(scores(some, selecting, task.metric)), default=[])
+
+        def merit(some: list[dict[str, Any]]) -> tuple[int, float]:
+            return len(some), median(scores(some, selecting, task.metric))
+
+        return max(settings.values(), key=merit, default=[])
 
     def score(self, cells: Iterable[Cell], task: Task, step: int | None = None) -> float | None:
         """Median over the seeds, by the task's own metric; of MNLI the mean of its halves, as in the paper's AVG."""
@@ -140,6 +145,11 @@ class Results:
                 points.append({"step": step, "tokens": at[0]["tokens"], "seconds": seconds, "score": median(values),
                                "seeds": values})  # fmt: skip
         return points
+
+    def end(self, row: Row, task: Task) -> dict[str, Any] | None:
+        """The last point of the accuracy curve; None as long as the last checkpoint is not fine-tuned."""
+        curve, last = self.accuracy_curve(row, task), self.plan.of_row(row)[0].rank_steps[-1]
+        return curve[-1] if curve and curve[-1]["step"] == last else None
 
     def prompted(self, row: Row, task: Task, mode: str) -> list[dict[str, Any]]:
         """Results of a prompting mode on a task, one for zero-shot, one for each split otherwise."""
@@ -193,6 +203,7 @@ def median_by_layer(seeds: Sequence[Sequence[int]]) -> list[float]:
 
 def pretraining_input(config: RunConfig) -> str | None:
     """Which of the inputs that ranks are measured on is the one the encoder was pretrained on; None: none of them."""
-    if config.model.decoder == "none" or config.masking.shown == 1.0:
+    masking = config.masking
+    if masking.policy != "random" and (config.model.decoder == "none" or masking.shown == 1.0):
         return "with_mask"
-    return "visible" if config.masking.shown == 0.0 and config.masking.policy == "mask" else None
+    return "visible" if masking.shown == 0.0 else None

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from maelm_fast.analysis.effective_rank import measure
 from maelm_fast.analysis.live import live_metric
 from maelm_fast.config import require
@@ -59,11 +61,16 @@ def place_data(plan: Plan, data: str, out: Path) -> Plan:
         return plan.with_data(dict.fromkeys(plan.corpora, (data, manifest.fingerprint, manifest.vocab_size)))
     stores = {}
     for corpus in plan.corpora:
-        path = out / "stores" / corpus.name
+        path = store_path(out, corpus)
         with lock(out / "locks" / f"store-{corpus.name}.lock", wait=True):
             manifest = prepare(_prepare_config(data, corpus, path), lambda line: print(line, flush=True))
         stores[corpus] = (str(path), manifest.fingerprint, manifest.vocab_size)
     return plan.with_data(stores)
+
+
+def store_path(out: Path, corpus: Corpus) -> Path:
+    """Of the token store made from text."""
+    return out / "stores" / corpus.name
 
 
 def _prepare_config(data: str, corpus: Corpus, out: Path) -> PrepareConfig:
@@ -126,11 +133,11 @@ def _work(cell: Cell, ledger: Ledger, out: Path, place: str, worker: Worker | No
     done = {(row["stage"], row["config"]) for row in ledger.rows() if row["key"] == cell.key and "result" in row}
     todo = [stage for stage in cell.stages.items() if stage not in done]
     if not todo:
-        print(f"{place} {title(cell)}: finished", flush=True)
+        print(f"{place} {cell.title}: finished", flush=True)
         return
     run = run_dir(out, cell)
     for stage, config in todo:
-        print(f"\n{place} {title(cell)}: {stage}", flush=True)
+        print(f"\n{place} {cell.title}: {stage}", flush=True)
         row: dict[str, Any] = {"key": cell.key, "stage": stage, "config": config, "label": cell.row.label,
                                "seed": cell.config.seed, "run": run.path.name}  # fmt: skip
         try:
@@ -140,15 +147,15 @@ def _work(cell: Cell, ledger: Ledger, out: Path, place: str, worker: Worker | No
         except UserError as error:
             row["error"] = str(error)
         except Exception as error:  # whatever it is must not cost the other stages their turn; the log has the trace
-            log.exception("%s: %s", title(cell), stage)
+            log.exception("%s: %s", cell.title, stage)
             row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
         ledger.append({**row, "time": _now()})
         if "error" in row:
-            print(f"{place} {title(cell)}: failed: {row['error']}", flush=True)
+            print(f"{place} {cell.title}: failed: {row['error']}", flush=True)
             if stage == PRETRAINING:
                 return
         elif stage in (unit.stage for unit in cell.units):
-            print(f"{place} {title(cell)}: {outcome(row['result'])}", flush=True)
+            print(f"{place} {cell.title}: {outcome(row['result'])}", flush=True)
         if worker is not None and worker.asked_to_stop:
             raise Stopped
 
@@ -174,10 +181,6 @@ def _stage(cell: Cell, stage: str, run: RunDir, worker: Worker | None) -> dict[s
         raise Stopped from None
 
 
-def title(cell: Cell) -> str:
-    return f"{cell.row.label}, seed {cell.config.seed}"
-
-
 def run_dir(out: Path, cell: Cell) -> RunDir:
     """Where the cell's run is, under whatever name an experiment gave it first, or where it will be."""
     there = next((out / "runs").glob(f"*-{cell.key}"), None)
@@ -195,15 +198,15 @@ def pretraining_result(run: RunDir) -> dict[str, Any]:
     rows = list(run.metrics())
     environment = json.loads(run.env_file.read_text())[-1]
     evaluations = [row for row in rows if row["kind"] == "validation"]
-    times = training_seconds(rows)
+    steps, seconds = training_seconds(rows)
     keys = ("step", "tokens", "val_loss", "val_accuracy", "unigram_nats")
     return {
         **{key: evaluations[-1][key] for key in keys},
-        "seconds": times[-1][1],
+        "seconds": seconds[-1],
         "curve": [
             {
                 **{key: row[key] for key in ("step", "tokens", "val_loss")},
-                "seconds": next(seconds for step, seconds in times if step >= row["step"]),
+                "seconds": float(np.interp(row["step"], steps, seconds)),
             }
             for row in evaluations
         ],
@@ -212,15 +215,17 @@ def pretraining_result(run: RunDir) -> dict[str, Any]:
     }
 
 
-def training_seconds(rows: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    """(step, seconds of training so far), evaluation and saving left out: tokens over the logged rate, summed."""
-    seconds, tokens, result = 0.0, 0, []
+def training_seconds(rows: list[dict[str, Any]]) -> tuple[list[int], list[float]]:
+    """(steps, seconds of training up to each), evaluation and saving left out: tokens over the logged rate, summed."""
+    seconds, tokens = 0.0, 0
+    steps, sums = [], []
     for row in rows:
         if row["kind"] == "train":
             seconds += (row["tokens"] - tokens) / row["tokens_per_s"]
             tokens = row["tokens"]
-            result.append((row["step"], seconds))
-    return result
+            steps.append(row["step"])
+            sums.append(seconds)
+    return steps, sums
 
 
 def _ranks(cell: Cell, run: RunDir, step: int) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from typing import Any
 from maelm_fast.analysis.plots import short_number
 from maelm_fast.experiments.catalogue import GLUE, Row
 from maelm_fast.experiments.downstream import label_words
-from maelm_fast.experiments.markdown import NONE, over_draws, over_seeds, table
 from maelm_fast.experiments.plan import Cell
 from maelm_fast.experiments.results import Results, passes, scores
+from maelm_fast.finetuning.markdown import NONE, over_draws, over_seeds, table
 from maelm_fast.finetuning.prompting.run import METRICS, MODES
 from maelm_fast.finetuning.tasks import Task
 
@@ -213,18 +213,18 @@ def checkpoints(results: Results) -> list[str]:
 
 
 def _passing(results: Results, task: Task) -> list[str]:
-    mlm, mae_lm = (results.accuracy_curve(row, task) for row in results.plan.rows)
-    labels = [row.label for row in results.plan.rows]
-    if not mlm or not mae_lm or mlm[-1]["step"] != results.plan.cells[0].rank_steps[-1]:
+    mlm, mae_lm = results.plan.rows
+    final = results.end(mlm, task)
+    if final is None or results.end(mae_lm, task) is None:
         return []
-    final = mlm[-1]
-    what = f"{labels[0]}'s last {task.metric}, {final['score']:.1f}"
-    tokens, seconds = (passes(mae_lm, final["score"], key) for key in ("tokens", "seconds"))
+    curve = results.accuracy_curve(mae_lm, task)
+    what = f"{mlm.label}'s last {task.metric}, {final['score']:.1f}"
+    tokens, seconds = (passes(curve, final["score"], key) for key in ("tokens", "seconds"))
     if tokens is None or seconds is None:
-        return [f"{labels[1]} does not reach {what}, at any checkpoint here.", ""]
+        return [f"{mae_lm.label} does not reach {what}, at any checkpoint here.", ""]
     return [
-        f"{labels[1]} reaches {what}, after {short_number(tokens)} tokens and {seconds:,.1f} s of training, by "
-        f"straight lines between the checkpoints; {labels[0]} had {short_number(final['tokens'])} tokens and "
+        f"{mae_lm.label} reaches {what}, after {short_number(tokens)} tokens and {seconds:,.1f} s of training, by "
+        f"straight lines between the checkpoints; {mlm.label} had {short_number(final['tokens'])} tokens and "
         f"{final['seconds']:,.1f} s.",
         "",
     ]

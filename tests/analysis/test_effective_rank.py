@@ -287,6 +287,32 @@ def test_a_report_comes_back_as_it_was_written(make_run: Callable[..., RunDir], 
         read_reports(tmp_path / "bad.json")
 
 
+@pytest.mark.parametrize(
+    ("masking", "saw_mask", "inputs"),
+    [
+        (
+            {},
+            False,
+            {"visible": "visible tokens, as in pretraining", "with_mask": "(never seen in pretraining)"},
+        ),
+        ({"shown": 0.5}, True, {"visible": "every [MASK] removed", "with_mask": "with [MASK], all shown"}),
+        ({"policy": "bert"}, False, {"visible": "visible tokens, as in pretraining"}),
+        ({"policy": "random"}, False, {"visible": "random tokens in the place of masked ones, as in pretraining"}),
+    ],
+)
+def test_what_is_said_of_the_inputs_is_true_of_the_run(
+    make_run: Callable[..., RunDir], store: Path, masking: dict[str, object], saw_mask: bool, inputs: dict[str, str]
+) -> None:
+    run = load_run(make_run().path)
+    for name, value in masking.items():
+        object.__setattr__(run.config.masking, name, value)
+    report = measure(run, TokenStore(store, "validation"), samples=8)
+    assert report.encoder_sees_mask == saw_mask
+    labels = {entry.name: entry.label for entry in report.inputs}
+    assert all(text in labels[name] for name, text in inputs.items())
+    assert all(entry.tokens for entry in report.inputs)
+
+
 def test_sequences_longer_than_the_model_takes_are_refused(make_run: Callable[..., RunDir], store: Path) -> None:
     run = make_run(max_positions=16)
     with pytest.raises(UserError, match="sequences of 32 tokens, the model takes at most 16"):

@@ -169,6 +169,7 @@ def test_checkpoints_that_do_not_fit(
         (["--text", "{here}/short.txt"], "which is not one sequence"),
         (["--text", "{here}/short.txt", "--length", "4"], "at least 8 tokens"),
         (["--text", "{here}/short.txt", "--samples", "0"], "samples must be positive"),
+        (["--text", "{here}/short.txt", "--step", "3"], "--step names a checkpoint of runs"),
     ],
 )
 def test_texts_that_do_not_fit(
@@ -224,6 +225,7 @@ def test_runs_and_checkpoints_are_compared_in_one_report(
         (["--step", "7"], "no checkpoint at step 7; there are: 20"),
         (["--data", "nowhere"], "name one with --data STORE"),
         (["--text", "embedded"], "--text is for --hf"),
+        (["--length", "64"], "--length is for --hf"),
         (["--depth", "7"], "unrecognized arguments"),
     ],
 )

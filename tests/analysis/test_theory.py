@@ -221,6 +221,16 @@ def test_the_report_of_a_run(make_run: Callable[..., RunDir], store: Path, prese
     assert (report.assumption_misfit is None) == (preset == "tiny")
 
 
+def test_an_encoder_that_read_some_mask_has_a_mask_part_too(make_run: Callable[..., RunDir], store: Path) -> None:
+    """Fig. 4's models between MAE-LM and MLM."""
+    run = load_run(make_run().path)
+    object.__setattr__(run.config.masking, "shown", 0.25)
+    report = theory_report(run, TokenStore(store, "validation"), samples=24)
+    assert report.encoder_sees_mask
+    assert report.assumption_misfit is not None
+    assert all(bound.u > 1.0 for bound in report.attention)
+
+
 def test_energy_outside_is_that_of_the_rows(make_run: Callable[..., RunDir], store: Path) -> None:
     """[MASK] rows made orthogonal to all else in the embedding: all of their energy is outside."""
     run = load_run(make_run(preset="roberta_tiny").path)

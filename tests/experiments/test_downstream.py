@@ -25,9 +25,10 @@ from maelm_fast.experiments.catalogue import GLUE
 from maelm_fast.experiments.cost import unit_cost
 from maelm_fast.experiments.downstream import Files, FineTuning, Prompting, assumed_tasks, find_tasks
 from maelm_fast.experiments.figures import draw
-from maelm_fast.experiments.plan import Plan, make_plan
+from maelm_fast.experiments.plan import Cell, Plan, make_plan
 from maelm_fast.experiments.report import report
 from maelm_fast.experiments.results import BASELINES, Results, passes
+from maelm_fast.experiments.scores import checkpoints
 from maelm_fast.finetuning.problem import SentenceProblem
 from maelm_fast.training.ledger import Ledger
 from tests.conftest import WORDS
@@ -205,6 +206,33 @@ def test_tasks_are_found_or_left_out_with_a_reason(tasks: Path, tmp_path: Path) 
     assert find_tasks(("sst2",), [str(tasks)], amount, files=named).sizes["sst2"].validation == 24
     with pytest.raises(UserError, match="none of rte, cola can be read"):
         find_tasks(("rte", "cola"), [str(tasks)], amount)
+    misspelt = {"mnli": Files(train=("trian.jsonl",))}
+    with pytest.raises(UserError, match=r"files of mnli are named, but it is not read: there is no file trian\.jsonl"):
+        find_tasks(("mnli", "sst2"), [str(tasks)], amount, one=True, files=misspelt)
+    with pytest.raises(UserError, match="files of sst2 are named, but it is not read: one task is enough here"):
+        find_tasks(("mnli", "sst2"), [str(tasks)], amount, one=True, files=named)
+
+
+def test_a_cell_of_the_grid_wins_by_as_many_seeds_as_the_others(
+    tasks: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three cells of two seeds. The best value is of a cell whose other seed failed."""
+    scale = narrow()
+    setting = scale.settings["base"]
+    grid = replace(setting.grid, common={**setting.grid.common, "lr": (1e-3, 2e-3, 3e-3)})
+    settings = {**scale.settings, "base": replace(setting, grid=grid)}
+    monkeypatch.setitem(scales.SCALES, "smoke", lambda: replace(scale, settings=settings))
+    plan, ledger = placed("table1", store, tmp_path, tasks), Ledger(tmp_path)
+    cell, task = plan.cells[0], downstream.tasks.get("sst2")
+    values = {(1, 0): 60.0, (1, 1): 62.0, (2, 0): 90.0, (3, 0): 70.0, (3, 1): 50.0}
+    for unit in cell.finetunings("sst2"):
+        row = {"key": cell.key, "stage": unit.stage, "config": cell.stages[unit.stage]}
+        value = values.get((unit.setting, unit.config.seed))
+        metrics = {"metrics": {"validation": {"accuracy": value}}}
+        ledger.append(row | ({"error": "not finite"} if value is None else {"result": metrics}))
+    results = Results(plan, ledger)
+    assert results.score([cell], task) == 61.0
+    assert len(results.finetuned([cell], task)) == 2
 
 
 def test_where_one_curve_passes_a_value() -> None:
@@ -345,6 +373,11 @@ def test_table_7_in_little(store: Path, tasks: Path, tmp_path: Path, monkeypatch
     assert main(command("table7", store, out, "--tasks", tasks)) == 0
 
 
+def one_step_more(cell: Cell) -> Cell:
+    """As if there were one more checkpoint, about which the ledger says nothing."""
+    return replace(cell, rank_steps=(*cell.rank_steps, cell.rank_steps[-1] + 1))
+
+
 @pytest.mark.parametrize("name", [name for name, e in catalogue.EXPERIMENTS.items() if e.tasks])
 def test_every_report_and_figure(name: str, store: Path, tasks: Path, tmp_path: Path) -> None:
     """Drawn from a ledger of made-up results: all but the last unit of the last run."""
@@ -376,6 +409,10 @@ def test_every_report_and_figure(name: str, store: Path, tasks: Path, tmp_path: 
     assert "## Tasks" in text
     if name == "fig3":  # the MLM ends at 53.5; MAE-LM has 53.5 at step 1, 54.5 at 2
         assert "MAE-LM reaches MLM's last accuracy, 53.5" in text
+        early = Results(replace(plan, cells=tuple(map(one_step_more, plan.cells))), ledger)
+        assert early.accuracy_curve(plan.rows[0], plan.tasks[0])
+        assert early.end(plan.rows[0], plan.tasks[0]) is None
+        assert "last accuracy" not in "".join(checkpoints(early))
     draw(results, tmp_path / f"{name}.png")
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
@@ -387,6 +424,8 @@ def test_every_report_and_figure(name: str, store: Path, tasks: Path, tmp_path: 
         ("fig5 --tasks {tasks}/none", "none of mnli, qnli"),
         ("fig5 --train mnli=train.jsonl", "give --tasks too"),
         ("fig5 --tasks {tasks} --train mnli", "takes TASK=FILE"),
+        ("fig5 --tasks {tasks} --train mnli=a --train mnli=b", "--train names mnli twice"),
+        ("fig5 --tasks {tasks} --train mnli=none.jsonl --train sst2=train.jsonl", "there is no file none.jsonl"),
         ("fig5 --tasks {tasks} --validation squad_v2=a", "fig5 has no task 'squad_v2'"),
     ],
 )

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
 from maelm_fast import presets
+from maelm_fast.analysis.inputs import encoder_inputs
+from maelm_fast.batch import PackedBatch
+from maelm_fast.data.masking import Vocabulary, pack
 from maelm_fast.errors import UserError
 from maelm_fast.experiments import catalogue, scales
-from maelm_fast.experiments.catalogue import EXPERIMENTS
-from maelm_fast.experiments.cost import cost, measured_rate
-from maelm_fast.experiments.plan import Plan, make_plan, the_store_fits
+from maelm_fast.experiments.catalogue import EXPERIMENTS, Row
+from maelm_fast.experiments.cost import cost, measured_rate, rate_for
+from maelm_fast.experiments.plan import Plan, configured, make_plan, the_store_fits
+from maelm_fast.experiments.results import pretraining_input
 
 RUNS = {"fig1": 1, "fig3": 2, "fig4": 5, "fig5": 2, "fig6": 1, "table1": 2, "table2": 14, "table6": 2, "table7": 2}
 
@@ -42,6 +48,9 @@ def test_every_row_is_a_run_of_its_own(name: str, scale: str) -> None:
 def test_tokens_add_up(scale: str, tokens: int) -> None:
     pair = plan("fig5", scale, seeds=2)
     assert [cost(cell).tokens for cell in pair.runs] == [tokens] * 4
+    ranks = cost(pair.runs[0], pretrained=True)
+    assert (ranks.tokens, ranks.disk) == (0, 0)
+    assert 0 < ranks.flops < cost(pair.runs[0]).flops / 2
     assert cost(pair.runs[0], mean_length=10).tokens == tokens / scales.get(scale).settings["base"].corpus.seq_len * 10
 
 
@@ -98,6 +107,37 @@ def test_one_store_is_refused_where_two_are_needed_or_another() -> None:
     with pytest.raises(UserError, match="takes uncased"):
         the_store_fits(plan("fig1"), 64, True, "store")
     the_store_fits(plan("fig1"), 32, False, "store")
+
+
+def test_rows_of_one_label_go_by_different_titles() -> None:
+    titles = [cell.title for cell in plan("table1", "full").cells]
+    assert titles == ["RoBERTa (Ours), seed 0", "MAE-LM, seed 0", "MAE-LM, base++, seed 0"]
+
+
+@pytest.mark.parametrize("row", EXPERIMENTS["table2"].rows, ids=lambda row: row.label)
+def test_the_input_of_pretraining_is_what_training_feeds_the_encoder(row: Row) -> None:
+    config = configured(scales.get("smoke").settings["base"].config, row.variants)
+    name = pretraining_input(config)
+    assert name is not None
+    vocabulary, samples = Vocabulary(64, 63, (0, 63)), np.arange(3)
+    rows = [np.random.default_rng(i).integers(1, 63, 20) for i in samples]
+
+    def packed(sees_mask: bool) -> PackedBatch:
+        return pack(rows, samples, samples * 0, config.masking, vocabulary, 0, sees_mask)
+
+    trained = packed(sees_mask=config.model.decoder == "none")
+    (measured,) = encoder_inputs(packed(sees_mask=True), vocabulary.mask_id, (name,))
+    assert measured.ids.tolist() == trained.visible_ids.tolist()
+    assert measured.layout.positions.tolist() == trained.visible_positions.tolist()
+
+
+def test_a_gpu_that_is_too_small_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(_: object) -> float:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("maelm_fast.experiments.cost.measured_rate", too_large)
+    with pytest.raises(UserError, match="too little memory for the micro-batches of scale smoke"):
+        rate_for(plan("fig1"))
 
 
 def test_the_rate_of_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

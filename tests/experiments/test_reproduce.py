@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -19,11 +20,12 @@ from maelm_fast.data.token_store import Manifest
 from maelm_fast.errors import UserError
 from maelm_fast.experiments import catalogue, run, scales
 from maelm_fast.experiments.figures import draw
-from maelm_fast.experiments.markdown import over_draws, over_seeds
 from maelm_fast.experiments.plan import PRETRAINING, Plan, make_plan
 from maelm_fast.experiments.report import report
 from maelm_fast.experiments.results import Results
+from maelm_fast.finetuning.markdown import over_draws, over_seeds
 from maelm_fast.training.ledger import Ledger
+from maelm_fast.training.rundir import RunDir
 from maelm_fast.training.trainer import Trainer
 
 pytest.importorskip("matplotlib")
@@ -221,7 +223,9 @@ def test_bad_input_is_one_line(
     assert not (tmp_path / "out" / "runs").exists()
 
 
-def test_a_directory_of_text_becomes_a_store_once(text_file: Path, tmp_path: Path) -> None:
+def test_a_directory_of_text_becomes_a_store_once(
+    text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
     shutil.copy(text_file, texts / "train.txt")
@@ -234,6 +238,15 @@ def test_a_directory_of_text_becomes_a_store_once(text_file: Path, tmp_path: Pat
     assert [Path(i["source"]).name for i in manifest.options["validation_inputs"]] == ["validation.txt"]
     assert first.cells[0].config.model.vocab_size == manifest.vocab_size < plan.cells[0].config.model.vocab_size
     assert run.place_data(plan, str(texts), tmp_path / "out") == first
+    cell = first.cells[0]
+    for i, (stage, config) in enumerate(cell.stages.items()):
+        Ledger(tmp_path / "out").append({"key": cell.key, "stage": stage, "config": config, "result": {}})
+        capsys.readouterr()
+        assert main(["reproduce", "fig1", "--scale", "smoke", "--data", str(texts), "--out", str(tmp_path / "out"),
+                     "--plan"]) == 0  # fmt: skip
+        shown = capsys.readouterr().out
+        assert "not prepared yet" not in shown
+        assert ("finished" in shown.split("MLM", 2)[2].splitlines()[0]) == (i == 1)
     (texts / "train.txt").write_text(text_file.read_text() * 2)
     with pytest.raises(UserError, match="prepared differently"):
         run.place_data(plan, str(texts), tmp_path / "out")
@@ -283,6 +296,26 @@ def test_rows_that_do_not_differ_are_called_out(store: Path, tmp_path: Path) -> 
         ledger.append({"key": cell.key, "stage": PRETRAINING, "config": cell.key, "result": {"val_loss": loss}})
     (pair,) = Results(plan, ledger).equal_losses()
     assert pair == (plan.runs[1], plan.runs[3])
+
+
+def test_the_time_of_an_evaluation_between_two_logged_updates(tmp_path: Path) -> None:
+    """It is on the straight line between them, not the later one's."""
+    directory = RunDir(tmp_path)
+    logged = [(1, 10, 5.0), (50, 500, 49.0), (100, 1000, 50.0)]  # 2 s, 10 s more, 10 s more
+    rows: list[dict[str, Any]] = [
+        {"kind": "train", "step": step, "tokens": tokens, "tokens_per_s": rate} for step, tokens, rate in logged
+    ]
+    rows += [
+        {"kind": "validation", "step": step, "tokens": 10 * step, "val_loss": 5.0, "val_accuracy": 0.1,
+         "unigram_nats": 6.0}
+        for step in (60, 100)
+    ]  # fmt: skip
+    directory.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    environment = {"device": "CPU", "precision": "fp32", "threads": 1, "commit": None, "packages": {"torch": "2"}}
+    directory.env_file.write_text(json.dumps([environment]))
+    result = run.pretraining_result(directory)
+    assert [point["seconds"] for point in result["curve"]] == pytest.approx([14.0, 22.0])
+    assert result["seconds"] == pytest.approx(22.0)
 
 
 def test_numbers_over_seeds() -> None:
