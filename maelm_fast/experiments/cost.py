@@ -25,7 +25,7 @@ from maelm_fast.experiments.plan import Cell, Plan
 from maelm_fast.experiments.scales import Scale
 from maelm_fast.model.flops import PEAK_BF16, training_flops
 from maelm_fast.model.maelm import MaeLm
-from maelm_fast.training.hardware import choose_device, choose_precision, device_name
+from maelm_fast.training.hardware import choose_device, choose_precision, device_name, is_out_of_memory
 from maelm_fast.training.optim import build_optimizer
 
 ASSUMED_GPU, ASSUMED_SHARE = "NVIDIA H100", 0.4
@@ -120,7 +120,9 @@ def rate_for(plan: Plan) -> Rate:
     device = choose_device(first.runtime)
     try:
         rates = {name: measured_rate(config) for name, config in settings.items()}
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise UserError(
             f"{device_name(device)} has too little memory for the micro-batches of scale {plan.scale.name}: take a "
             "smaller --scale"

@@ -34,7 +34,7 @@ from maelm_fast.finetuning.problem import Evaluation, Problem, autocast
 from maelm_fast.philox import fold_seed
 from maelm_fast.training.checkpoint import load_optimizer, optimizer_tensors
 from maelm_fast.training.files import damage, write_directory, write_json
-from maelm_fast.training.hardware import choose_device, choose_precision
+from maelm_fast.training.hardware import choose_device, choose_precision, is_out_of_memory
 from maelm_fast.training.optim import build_optimizer, learning_rate
 from maelm_fast.training.step import Readback, apply_gradients
 
@@ -430,7 +430,7 @@ def on_host(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _out_of_memory(error: Exception, tokens: int) -> Exception:
-    if "out of memory" in str(error) or "allocate memory" in str(error):  # a GPU's, from whatever library; a CPU's
+    if is_out_of_memory(error):
         return UserError(
             f"out of memory with {tokens:,} tokens in a forward pass: lower --micro-batch-tokens (an update keeps its "
             f"examples)"

@@ -86,16 +86,19 @@ class RelativeBias(nn.Module):
 
     @torch.no_grad()
     def init_local(self) -> None:
-        """Near keys first: minus a slope times the distance, the slope halving from one pair of heads to the next; of a
-        pair, one head prefers what comes before, the other what comes after. A bucket counts as its nearest distance.
+        """Near keys first, far ones within reach: minus a slope times the distance, which counts as 8 at most. The
+        slope is 1 and halves from one pair of heads to the next; of a pair, one head counts the distances to later keys
+        double, the other those to earlier ones. A bucket counts as its nearest distance.
 
         Adam moves a bias by at most the learning rate an update, so that from zero it takes a tiny model thousands of
-        updates to find its neighbours; until then it predicts token frequencies (ours)."""
+        updates to find its neighbours; until then it predicts token frequencies. For the same reason no bias may start
+        far below zero: without the limit of 8 the far ones, at -85 and less, never came back, and no head ever read
+        beyond some twenty tokens (ours; benchmarks/LOG.md)."""
         values = [[0.0] * self.weight.shape[1] for _ in range(self.weight.shape[0])]
         reach = len(self._by_distance) // 2
         for distance in sorted(range(-reach, reach + 1), key=abs, reverse=True):
             for head in range(self.weight.shape[1]):
-                far_side = distance * (-1) ** head > 0
-                slope = 0.5 ** (head // 2) * (2.0 if far_side else 1.0)
-                values[self._by_distance[distance + reach]][head] = -slope * abs(distance)
+                slope, doubled = 0.5 ** (head // 2), distance * (-1) ** head > 0
+                counted = min(abs(distance) * (2 if doubled else 1), 8)
+                values[self._by_distance[distance + reach]][head] = -slope * counted
         self.weight.copy_(torch.tensor(values))

@@ -61,6 +61,11 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Of a GPU, from whatever library, or of a CPU."""
+    return "out of memory" in str(error) or "allocate memory" in str(error)
+
+
 def environment(device: torch.device, precision: str) -> dict[str, Any]:
     """What a start of a run is recorded with."""
     packages = ("maelm_fast", "torch", "triton", "numpy", "tokenizers", "pyarrow", "transformers")

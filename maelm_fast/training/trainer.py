@@ -30,7 +30,7 @@ from maelm_fast.philox import fold_seed
 from maelm_fast.training import checkpoint
 from maelm_fast.training.checkpoint import Progress
 from maelm_fast.training.files import write_json
-from maelm_fast.training.hardware import device_name
+from maelm_fast.training.hardware import device_name, is_out_of_memory
 from maelm_fast.training.optim import build_optimizer, learning_rate
 from maelm_fast.training.prefetch import on_device
 from maelm_fast.training.rundir import RunDir
@@ -313,7 +313,7 @@ class _Meter:
 
 
 def _out_of_memory(error: Exception, sequences: int) -> Exception:
-    if "out of memory" in str(error) or "allocate memory" in str(error):  # a GPU's, from whatever library; a CPU's
+    if is_out_of_memory(error):
         return UserError(
             f"out of memory with micro-batches of {sequences} sequences: lower runtime.micro_batch_size "
             f"(the update's batch stays the same)"

@@ -86,5 +86,8 @@ def test_local_initialisation_favours_near_keys_on_both_sides(rule: str) -> None
     for side in (before, after):
         assert (side.diff(dim=1) <= 0).all()
         assert (side[:, 0] < 0).all()
-    assert (before[::2] > after[::2]).all()
-    assert (after[1::2] > before[1::2]).all()
+    for preferred, other in ((before[::2], after[::2]), (after[1::2], before[1::2])):
+        assert (preferred >= other).all()
+        assert (preferred[:, 0] > other[:, 0]).all()
+    # What has next to no weight in the softmax has next to no gradient: such a distance could never be learnt.
+    assert line.min() >= -8
