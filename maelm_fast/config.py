@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from maelm_fast.errors import UserError
 
@@ -304,13 +304,15 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def from_dict(cls: type, data: dict[str, Any], path: str = "") -> Any:
     """The inverse of to_dict; a key that is missing, as in the file of an older version, has its default. Raises
-    UserError on an unknown key."""
-    known = {f.name: f for f in dataclasses.fields(cls)}
+    UserError on an unknown key, or a value that is none of those there are."""
+    known, hints = {f.name for f in dataclasses.fields(cls)}, get_type_hints(cls)
     require(isinstance(data, dict), f"config: {path or 'the file'} must be a mapping")
     for key in data:
-        require(key in known, f"config: unknown key '{path}{key}'; known: {', '.join(known)}")
+        require(key in known, f"config: unknown key '{path}{key}'; known: {', '.join(hints)}")
     values = {}
     for name, value in data.items():
+        choices = get_args(hints[name]) if get_origin(hints[name]) is Literal else (value,)
+        require(value in choices, f"config: {path}{name} is one of {', '.join(map(str, choices))}, not {value}")
         sub = SECTIONS.get((cls, name))
         values[name] = (
             from_dict(sub, value, f"{path}{name}.") if sub else tuple(value) if isinstance(value, list) else value

@@ -180,7 +180,9 @@ def test_cuda_sources_compile(tmp_path: Path) -> None:
         "-DTORCH_TARGET_VERSION=0x020a000000000000",
         "--threads=2",
     ]
-    for source in sorted((ROOT / "csrc" / "ops").glob("*.cu")):
+    sources = sorted((ROOT / "csrc" / "ops").glob("*.cu"))
+    assert sources
+    for source in sources:
         command = [nvcc, *flags, *targets, "-Xptxas=-v", f"-I{includes}", "-c", source, "-o", tmp_path / "object.o"]
         log = run(*command, cwd=tmp_path).stdout
         spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)

@@ -120,7 +120,9 @@ def test_a_graph_outlives_the_cache_of_its_tiles() -> None:
 
 
 @pytest.mark.parametrize("cuda_graph", [False, True])
-def test_a_run_on_the_gpu_goes_on_from_its_checkpoint(cuda_graph: bool, store: Path, tmp_path: Path) -> None:
+def test_a_run_on_the_gpu_goes_on_from_its_checkpoint(
+    cuda_graph: bool, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("pyarrow")
     from maelm_fast.training.job import pretrain
     from maelm_fast.training.rundir import RunDir
@@ -136,5 +138,6 @@ def test_a_run_on_the_gpu_goes_on_from_its_checkpoint(cuda_graph: bool, store: P
     last = RunDir(cut).checkpoint(12)
     (last / "model.safetensors").write_bytes(b"damaged")
     pretrain("tiny", run, str(store), str(cut))
+    assert "going on from step 6" in capsys.readouterr().out
     losses = [[row["loss"] for row in RunDir(r).metrics() if row["kind"] == "train"] for r in (whole, cut)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)

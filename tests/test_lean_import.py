@@ -6,7 +6,10 @@ import subprocess
 import sys
 import textwrap
 
-HEAVY = ("transformers", "datasets", "triton", "matplotlib", "jsonargparse", "tokenizers", "pyarrow")
+HEAVY = (
+    "transformers", "accelerate", "sklearn", "scipy", "matplotlib", "flash_attn", "xformers",  # the extras
+    "datasets", "triton", "jsonargparse", "tokenizers", "pyarrow",
+)  # fmt: skip
 
 
 def run(code: str) -> str:

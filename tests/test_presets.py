@@ -206,6 +206,8 @@ def test_config_refuses_unknown_keys_and_fills_in_missing_ones() -> None:
     data = to_dict(presets.get("tiny"))
     with pytest.raises(UserError, match=r"unknown key 'optim\.lrr'"):
         from_dict(RunConfig, {**data, "optim": {**data["optim"], "lrr": 1}})
+    with pytest.raises(UserError, match=r"model\.decoder is one of none, .*, not both"):
+        from_dict(RunConfig, {**data, "model": {**data["model"], "decoder": "both"}})
     older = {key: value for key, value in data.items() if key not in ("seed", "metrics")}
     older["runtime"] = {key: value for key, value in data["runtime"].items() if key != "backend"}
     assert from_dict(RunConfig, older) == presets.change(presets.get("tiny"), metrics={"rank_every": 1000})

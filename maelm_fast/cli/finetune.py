@@ -4,16 +4,14 @@ option, typed and documented in finetuning/config.py."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from argparse import ArgumentError
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings  # type: ignore[attr-defined]
 
-from maelm_fast.cli.common import one_line
+from maelm_fast.cli.common import user_error
 from maelm_fast.config import from_dict, require
-from maelm_fast.errors import UserError
 from maelm_fast.finetuning import tasks
 from maelm_fast.finetuning.config import FinetuneConfig
 
@@ -63,9 +61,7 @@ def parse(argv: list[str]) -> dict[str, Any]:
     try:
         values = parser.parse_args([_field_option(word) for word in argv]).as_dict()
     except (ArgumentError, TypeError, ValueError, OSError) as error:
-        files = [value for option, value in itertools.pairwise(argv) if option == "--config"]
-        where = f"{', '.join(files)}: " if "Problems parsing config" in str(error) else ""
-        raise UserError(where + one_line(str(error), parser)) from None
+        raise user_error(error, argv, parser) from None
     require(values["seeds"] >= 1, f"--seeds must be at least 1, not {values['seeds']}")
     require(values["limit"] is None or values["limit"] >= 1, f"--limit must be at least 1, not {values['limit']}")
     return values | {"config": from_dict(FinetuneConfig, {name: values.pop(name) for name in _FIELDS})}

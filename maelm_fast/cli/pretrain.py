@@ -6,7 +6,6 @@ jsonargparse reads the dataclasses of config.py, so every field is an option, ty
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from argparse import ArgumentError
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings  # type: ignore[attr-defined]
 
 from maelm_fast import presets
-from maelm_fast.cli.common import one_line
+from maelm_fast.cli.common import user_error
 from maelm_fast.config import SECTIONS, RunConfig, from_dict, to_dict
 from maelm_fast.errors import UserError
 
@@ -43,9 +42,7 @@ def parse(argv: list[str]) -> dict[str, Any]:
     try:
         values = parser.parse_args(argv).as_dict()
     except (ArgumentError, TypeError, ValueError, OSError) as error:
-        files = [value for option, value in itertools.pairwise(argv) if option == "--config"]
-        where = f"{', '.join(files)}: " if "Problems parsing config" in str(error) else ""
-        raise UserError(where + one_line(str(error), parser)) from None
+        raise user_error(error, argv, parser) from None
     run = from_dict(RunConfig, {field.name: values[field.name] for field in dataclasses.fields(RunConfig)})
     return {key: values[key] for key in ("preset", "data", "out", "init_from")} | {"run": run}
 

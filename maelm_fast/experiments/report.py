@@ -6,6 +6,7 @@ Over seeds a number is the median, with [least, largest]. Everything in it comes
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from maelm_fast import presets
@@ -294,12 +295,17 @@ def _data(manifests: dict[str, Manifest]) -> list[str]:
     header = ["store", "vocabulary", "samples of", "training tokens", "validation tokens", "unigram entropy", "text",
               "fingerprint"]  # fmt: skip
     rows = [
-        [path, f"{m.vocab_size:,}", f"{m.seq_len} at most", short_number(m.splits["train"].tokens),
+        [Path(path).name, f"{m.vocab_size:,}", f"{m.seq_len} at most", short_number(m.splits["train"].tokens),
          short_number(m.splits["validation"].tokens), f"{m.unigram_nats:.3f} nats",
-         listed([str(entry["source"]) for entry in m.options["inputs"]]), m.fingerprint[:12]]
+         listed([_source_name(entry) for entry in m.options["inputs"]]), m.fingerprint[:12]]
         for path, m in manifests.items()
     ]  # fmt: skip
     return table(header, rows)
+
+
+def _source_name(entry: dict[str, Any]) -> str:
+    """Without a file's directory, which says where it was on one machine; the store's manifest has it."""
+    return Path(entry["source"]).name if "bytes" in entry else str(entry["source"])
 
 
 def _plain(value: Any) -> str:

@@ -263,10 +263,15 @@ def task_list(results: Results) -> list[str]:
         data = found.data[task.name]
         validation = ", ".join(f"{name}: {len(split):,}" for name, split in data.validation.items())
         rows.append([task.title, f"{len(data.train):,}", validation, task.metric, _cut(results, task),
-                     data.train.source, found.fingerprints[task.name]])  # fmt: skip
+                     _files(data.train.source), found.fingerprints[task.name]])  # fmt: skip
         notes += [f"- {task.title}: {note}" for note in data.notes]
     header = ["task", "training examples", "validation examples", "metric", "inputs cut", "from", "fingerprint"]
     return [*table(header, rows), *notes, *([""] if notes else [])]
+
+
+def _files(source: str) -> str:
+    """Each file with its folder alone: the rest of its path says where it was on one machine."""
+    return ", ".join("/".join(file.split("/")[-2:]) for file in source.split(", "))
 
 
 def _cut(results: Results, task: Task) -> str:

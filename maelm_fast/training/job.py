@@ -79,13 +79,19 @@ def _fit_model(
     preset: str, config: RunConfig, store: TokenStore, vocab_size: int, initial: Initial | None, tokenizer: Any
 ) -> RunConfig:
     """The configuration with the store's vocabulary and, with `initial`, the shape of the encoder to start from."""
-    model, asked = config.model, config.model.vocab_size
-    if asked != presets.get(preset).model.vocab_size and asked != vocab_size:
+    model, preset_model, asked = config.model, presets.get(preset).model, config.model.vocab_size
+    if asked not in (preset_model.vocab_size, vocab_size):
         raise UserError(
             f"model.vocab_size is {asked} but the store {store.path} has {vocab_size} tokens; leave model.vocab_size "
             f"out, or prepare the data with --vocab-size {asked}"
         )
     if initial is not None:
+        for name, value in initial.model_fields.items():
+            given = getattr(model, name)
+            if name != "vocab_size" and given not in (value, getattr(preset_model, name)):
+                raise UserError(
+                    f"model.{name} is {given}, but --init-from {initial.source} has an encoder of {value}: leave it out"
+                )
         model = adapt(model, initial)
         if initial.vocabulary is not None and initial.vocabulary != tokenizer.get_vocab():
             raise UserError(
@@ -152,21 +158,25 @@ def _lock(run: RunDir) -> Iterator[None]:
         raise UserError(f"cannot write in {run.path}: {error.strerror}; choose another --out") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(lock.fileno()).st_nlink == 0:  # its last holder removed it meanwhile: a third may lock a new one
+            raise BlockingIOError
     except OSError:
         lock.close()
         raise UserError(f"{run.path} is in use by another process") from None
     try:
         yield
     finally:
-        lock.close()
-        (run.path / ".lock").unlink(missing_ok=True)
-        if created and not run.exists:
+        empty = created and not run.exists
+        if empty:
             for leftover in (run.tokenizer_file, run.env_file):
                 leftover.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 run.checkpoints.rmdir()
+        (run.path / ".lock").unlink(missing_ok=True)
+        if empty:
             with contextlib.suppress(OSError):
                 os.rmdir(run.path)
+        lock.close()
 
 
 def _banner(

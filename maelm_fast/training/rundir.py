@@ -63,11 +63,11 @@ class RunDir:
         try:
             data = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
             record = RunRecord(**{key: data.pop(key) for key in RunRecord.__dataclass_fields__})
+            return record, from_dict(RunConfig, data)
         except FileNotFoundError:
             raise UserError(f"{self.path}: not a run directory (no config.yaml)") from None
         except (OSError, ValueError, yaml.YAMLError, KeyError, AttributeError, TypeError) as error:
             raise UserError(f"{self.config_file}: not a run's config.yaml ({_one_line(error)})") from None
-        return record, from_dict(RunConfig, data)
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint directory, ascending; whether they are whole is not looked at."""
@@ -93,12 +93,21 @@ class RunDir:
         return None
 
     def metrics(self) -> Iterator[dict[str, Any]]:
-        """Rows of metrics.jsonl; an unfinished last line is left out."""
+        """Rows of metrics.jsonl; an unfinished last line is left out. Raises UserError for one damaged otherwise."""
         if self.metrics_file.exists():
-            with open(self.metrics_file, encoding="utf-8") as file:
-                for line in file:
-                    if line.endswith("\n"):
-                        yield json.loads(line)
+            with open(self.metrics_file, "rb") as file:
+                for number, line in enumerate(file, start=1):
+                    if line.endswith(b"\n"):
+                        yield self._row(number, line)
+
+    def _row(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            row: dict[str, Any] = json.loads(line)
+        except ValueError:
+            row = {}
+        if not isinstance(row, dict) or "step" not in row:
+            raise UserError(f"{self.metrics_file}: line {number} is damaged: remove that line and run again")
+        return row
 
 
 @dataclass(frozen=True)

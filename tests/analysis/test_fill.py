@@ -111,6 +111,12 @@ def test_texts_that_cannot_be_filled(run: LoadedRun, texts: list[str], message: 
         fill(run, texts)
 
 
+def test_a_model_that_knows_no_mask_is_not_asked(run: LoadedRun) -> None:
+    object.__setattr__(run.config.masking, "policy", "random")
+    with pytest.raises(UserError, match="pretrained with random tokens in the place of <mask>"):
+        fill(run, ["a <mask>"])
+
+
 def test_the_command_prints_candidates_and_the_filled_text(
     make_run: Callable[..., RunDir], capsys: pytest.CaptureFixture[str]
 ) -> None:

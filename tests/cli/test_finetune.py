@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "finetuning"))
-import toys
-
 from maelm_fast.cli.finetune import parse
 from maelm_fast.cli.main import main
+from tests.finetuning import toys
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +93,10 @@ BASE = "sst2 --model {p}/run --data {p}/glue"
 CASES = {
     "no task": ("--model {p}/run --data {p}/glue", "name a task"),
     "unknown task": ("sst3 --model {p}/run --data {p}/glue", "unknown task 'sst3'"),
-    "no model": ("sst2 --data {p}/glue", "model"),
-    "no data": ("sst2 --model {p}/run", "data"),
+    "no model": ("sst2 --data {p}/glue", "required: model"),
+    "no data": ("sst2 --model {p}/run", "required: data"),
     "unknown option": (BASE + " --batchsize 3", "did you mean 'batch_size'"),
-    "wrong type": (BASE + " --lr fast", "lr"),
+    "wrong type": (BASE + " --lr fast", '"lr": Expected a float'),
     "wrong value": (BASE + " --lr -1", "lr must be positive"),
     "no seeds": (BASE + " --seeds 0", "--seeds must be at least 1"),
     "no limit": (BASE + " --limit 0", "--limit must be at least 1"),
@@ -107,19 +104,19 @@ CASES = {
     "columns without kind": (BASE + " --text-columns a", "--text-columns: for files of your own"),
     "name of a task that has one": (BASE + " --name mine", "--name: for files of your own"),
     "kind without columns": ("--task classification --model {p}/run --data {p}/data", "needs --text-columns"),
-    "kind without label": ("--task classification --text-columns a --model {p}/run --data {p}/data", "--label-column"),
-    "unknown key in a file": (BASE + " --config {p}/key.yaml", "learning_rate"),
+    "kind without label": ("--task classification --text-columns a --model {p}/run --data {p}/data", "needs --label"),
+    "unknown key in a file": (BASE + " --config {p}/key.yaml", "key.yaml: unknown option 'learning_rate'"),
     "missing model": ("sst2 --model {p}/none --data {p}/glue", "no such directory"),
     "model that is none": ("sst2 --model {p}/notes --data {p}/glue", "neither a run directory"),
     "missing step": (BASE + " --step 7", "no checkpoint at step 7; there are: 5"),
     "step of nothing": (BASE + " --random-init --step 5", "leave out --step"),
-    "missing data": ("sst2 --model {p}/run --data {p}/none", "none"),
-    "missing column": ("cola --model {p}/run --data {p}/data", "sentence"),
-    "unknown label": ("sst2 --model {p}/run --data {p}/label", "7"),
-    "empty text": ("sst2 --model {p}/run --data {p}/empty", "empty"),
+    "missing data": ("sst2 --model {p}/run --data {p}/none", "none does not exist"),
+    "missing column": ("cola --model {p}/run --data {p}/data", "train.jsonl: line 1 has no field 'sentence'"),
+    "unknown label": ("sst2 --model {p}/run --data {p}/label", "train.jsonl: line 1: unknown label '7'"),
+    "empty text": ("sst2 --model {p}/run --data {p}/empty", "train.jsonl: line 1: 'sentence' is empty"),
     "directory taken": (BASE + " --out {p}/notes", "choose another --out"),
     "out not writable": (BASE + " --out /proc/none", "choose another --out"),
-    "engine for a run": (BASE + " --engine transformers", "export"),
+    "engine for a run": (BASE + " --engine transformers", "export it first"),
     "no room for text": (BASE + " --max-length 7", "max_length must be at least 8"),
 }  # fmt: skip
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
+
 import pytest
 
-from maelm_fast import presets
+from maelm_fast import __version__, presets
 from maelm_fast.cli.main import COMMANDS, main
+from maelm_fast.cli.pretrain import parse
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -21,7 +25,25 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 def test_usage_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     out = capsys.readouterr().out
-    assert all(command in out for command in COMMANDS)
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == list(COMMANDS)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"maelm-fast {__version__}\n"
+
+
+@pytest.mark.parametrize(("ended_by", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 0)])
+def test_an_end_from_outside_is_quiet(
+    ended_by: type[BaseException], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Control-C, and `| head` that has seen enough."""
+
+    def ended(_: list[str]) -> int:
+        raise ended_by
+
+    monkeypatch.setattr("maelm_fast.cli.presets.main", ended)
+    monkeypatch.setattr("sys.stderr", stderr := io.StringIO())
+    monkeypatch.setattr(stderr, "close", lambda: None)
+    assert main(["presets"]) == code
+    assert stderr.getvalue() == capsys.readouterr().out == ""
 
 
 def test_presets_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,12 +53,8 @@ def test_presets_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> Non
     assert "relative_buckets: 64" in capsys.readouterr().out
 
 
-def test_options_yaml_and_order_of_precedence(tmp_path: object) -> None:
-    from pathlib import Path
-
-    from maelm_fast.cli.pretrain import parse
-
-    file = Path(str(tmp_path)) / "c.yaml"
+def test_options_yaml_and_order_of_precedence(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
     file.write_text("optim:\n  lr: 1e-3\n  betas: [0.9, 0.95]\nmodel: {dropout: 0.3}\nseed: 7\n")
     common = ["base", "--data", "d", "--out", "o"]
     run = parse([*common, "--config", str(file), "--optim.lr", "2e-3"])["run"]

@@ -7,18 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from maelm_fast.cli import main as command_line
 from maelm_fast.cli import prompt
-from maelm_fast.config import RunConfig
 from maelm_fast.data.tokenizer import train_tokenizer
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.prompting import run as module
-from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training.ledger import Ledger
-from maelm_fast.training.rundir import LoadedRun, RunRecord, vocabulary_of
-from tests.finetuning.small import config, run_directory
+from tests.finetuning.small import loaded_run, run_directory
 
 TEXT = "It was great. It was terrible. yes, no, red and blue, the man"
 
@@ -28,11 +24,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     bpe, root = train_tokenizer([TEXT] * 10, 330, cased=False), tmp_path_factory.mktemp("runs")
     found = {}
     for name, decoder in (("mae", "self"), ("mlm", "none")):
-        torch.manual_seed(0)
-        model = MaeLm(config(vocab_size=bpe.get_vocab_size(), num_layers=1, decoder=decoder)).eval()
-        record = RunRecord("base", "store", "fingerprint", None)
-        run = LoadedRun(model, bpe, vocabulary_of(bpe), RunConfig(model=model.config), record, 10)
-        found[name] = run_directory(root / name, run)
+        found[name] = run_directory(root / name, loaded_run(bpe, num_layers=1, decoder=decoder))
     return found
 
 

@@ -6,16 +6,16 @@ import csv
 import json
 import shutil
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
 
 from maelm_fast.cli.main import main
 from maelm_fast.training.ledger import Ledger
+from tests.finetuning import toys
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "finetuning"))
-import toys
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
 
 OWN = ["--task", "classification", "--text-columns", "a", "--label-column", "y", "--name", "toy"]
 CPU = ["--device", "cpu", "--precision", "fp32"]
@@ -23,9 +23,11 @@ CPU = ["--device", "cpu", "--precision", "fp32"]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run, a task's files, a grid of two cells."""
+    """A run, one whose checkpoint is damaged, a task's files, a grid of two cells."""
     here = tmp_path_factory.mktemp("sweep")
     toys.make_run(here / "mae")
+    shutil.copytree(here / "mae", here / "torn")
+    (here / "torn" / "checkpoints" / "step_5" / "model.safetensors").write_bytes(b"")
     toys.write_files(here / "data", toys.toy(toys.content_rows, train=96, validation=40))
     (here / "grid.yaml").write_text("lr: [1e-5, 5e-3]\nepochs: 6\nbatch_size: 8\nevaluations_per_epoch: 1\n")
     return here
@@ -40,7 +42,6 @@ def command(place: Path, out: Path, *more: str) -> list[str]:
 def test_planned_run_reported_and_done(
     workers: str, place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("sklearn")
     out, seeds = tmp_path / "out", ["--seeds", "1"]
     line = command(place, out, "--model", f"MAE-LM={place / 'mae'}", "--random-init", str(place / "mae"), *seeds)
     assert main([*line, "--plan"]) == 0
@@ -70,9 +71,7 @@ def test_planned_run_reported_and_done(
     assert f"maelm-fast finetune --model {place / 'mae'} --step 5 --lr 0.005 --epochs 6 --batch_size 8" in text
     with open(out / "cells.csv", newline="") as file:
         assert [row["status"] for row in csv.DictReader(file)] == ["finished"] * 4
-
-    if "matplotlib" in sys.modules:
-        assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
     written = (out / "best.json").read_text()
     assert main(line) == 0
     assert "4 runs, 0 unfinished" in capfd.readouterr().out
@@ -82,7 +81,6 @@ def test_planned_run_reported_and_done(
 
 def test_workers_record_what_fails_once(place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Real processes, whose runs end early: the run's tokenizer is not one."""
-    pytest.importorskip("sklearn")
     shutil.copytree(place / "mae", tmp_path / "mae")
     (tmp_path / "mae" / "tokenizer.json").write_text("{}")
     out = tmp_path / "out"
@@ -95,7 +93,6 @@ def test_workers_record_what_fails_once(place: Path, tmp_path: Path, capfd: pyte
 
 
 def test_the_commands_of_the_report_are_commands(place: Path, tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
     assert main(command(place, tmp_path / "out", "--model", str(place / "mae"), "--seeds", "1", "--budget", "1")) == 0
     text = (tmp_path / "out" / "SWEEP.md").read_text()
     assert "Cells: toy 1 of 2." in text
@@ -113,7 +110,6 @@ def test_the_commands_of_the_report_are_commands(place: Path, tmp_path: Path) ->
 
 
 def test_the_papers_rows_stand_beside(place: Path, tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
     data = tmp_path / "sst2"
     data.mkdir()
     for split in ("train", "validation"):
@@ -133,7 +129,6 @@ def test_the_papers_rows_stand_beside(place: Path, tmp_path: Path) -> None:
 def test_stopped_before_anything_began(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("sklearn")
     monkeypatch.setattr("maelm_fast.cli.sweep.run_sweep", lambda *_: False)
     assert main(command(place, tmp_path / "out", "--model", str(place / "mae"), "--seeds", "1")) == 0
     assert "stopped with 2 of 2 runs unfinished" in capsys.readouterr().out
@@ -143,7 +138,6 @@ def test_stopped_before_anything_began(
 def test_a_failed_run_is_exit_code_1(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("sklearn")
 
     def fails(*_: object) -> None:
         raise RuntimeError("out of memory")
@@ -171,7 +165,7 @@ def test_a_failed_run_is_exit_code_1(
         ("sweep sst2 --data {p}/data --grid quick --out {o} --model {p}/mae@last", "a checkpoint's step, not 'last'"),
         ("sweep sst2 --data {p}/data --grid quick --out {o} --model {p}/data", "neither a run directory"),
         ("sweep sst2 --data {p}/data --grid quick --out {o} --random-init {p}/mae@5", "random weights have no step"),
-        ("sweep sst2 --data {p}/data --grid quick --out {o} --model {p}/mae", "sentence"),
+        ("sweep sst2 --data {p}/data --grid quick --out {o} --model {p}/mae", "has no field 'sentence'"),
         ("sweep sst2 --task regression --data {p} --grid quick --out {o} --model {p}/mae", "exclude each other"),
         ("sweep sst2 --data {p} {p}/data --grid quick --out {o} --model {p}/mae", "has a folder sst2"),
         ("sweep --task regression --data {p} --grid quick --out {o} --model {p}/mae", "--label-column"),
@@ -190,9 +184,6 @@ def test_a_failed_run_is_exit_code_1(
 def test_bad_input_is_one_line(
     arguments: str, message: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if "torn" in arguments and not (place / "torn").exists():
-        shutil.copytree(place / "mae", place / "torn")
-        (place / "torn" / "checkpoints" / "step_5" / "model.safetensors").write_bytes(b"")
     words = arguments.format(p=place, o=tmp_path / "out", own=" ".join(OWN)).split()
     assert main(words) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("WARNING")]

@@ -106,14 +106,18 @@ def test_an_installation(tmp_path, monkeypatch):
 
 
 def test_no_package_dominates(tmp_path, monkeypatch):
-    make_installation(tmp_path)
     monkeypatch.setattr(corpus, "_roots", lambda: [tmp_path])
-    monkeypatch.setattr(corpus, "GROUP_CHARS", 100)
-    for i in range(20):
-        letter = chr(97 + i)
-        words = f"The place number {i} of the {letter * 5} is one that {letter * 4} has not seen {letter * 7}."
-        (tmp_path / "alpha" / f"m{i}.py").write_text(f'"""{words} {words[::-1]} and the.\n\n{words * 4}"""')
-    assert len(corpus.embedded_corpus.__wrapped__()) <= 2
+    (tmp_path / "alpha").mkdir()
+    for letter in "abcdefgh":
+        text = " ".join(
+            f"The {letter * n} is one of the {letter * (n + 1)} that the {letter * (n + 2)} has." for n in range(2, 9)
+        )
+        (tmp_path / "alpha" / f"{letter}.py").write_text(f'"""{text}"""')
+    assert len(corpus.embedded_corpus.__wrapped__()) == 8
+    monkeypatch.setattr(corpus, "GROUP_CHARS", 600)
+    documents = corpus.embedded_corpus.__wrapped__()
+    lengths = [sum(map(len, document)) for document in documents]
+    assert sum(lengths[:-1]) < 600 <= sum(lengths)
 
 
 def test_hash_randomisation_and_location_do_not_matter(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import platform
 import subprocess
@@ -13,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +21,7 @@ from maelm_fast.config import MaskingConfig
 from maelm_fast.data.masking import Vocabulary, pack, pack_numpy
 from maelm_fast.data.order import permutation, permutation_numpy
 from maelm_fast.errors import UserError
+from tests.batches import assert_same_batch
 
 host = native.host()
 pytestmark = pytest.mark.skipif(host is None, reason=native.reasons.get("host", ""))
@@ -31,17 +30,6 @@ VOCABULARY = Vocabulary(size=70, mask_id=69, special=(69, 0, 1, 2, 3))
 KINDS: list[dict[str, Any]] = [{"shown": shown} for shown in (0.0, 0.25, 0.5, 1 / 3, 1.0)]
 KINDS += [{"policy": "bert"}, {"policy": "random"}]
 DTYPES = ["uint8", "int16", "uint16", "uint32", "int32", "int64", "uint64"]
-
-
-def assert_same(a: PackedBatch, b: PackedBatch) -> None:
-    for field in dataclasses.fields(PackedBatch):
-        x, y = getattr(a, field.name), getattr(b, field.name)
-        if isinstance(x, torch.Tensor):
-            assert x.dtype == y.dtype == torch.int32, field.name
-            assert torch.equal(x, y), field.name
-        else:
-            assert x == y, field.name
-            assert all(type(n) is int for n in x), field.name
 
 
 @settings(max_examples=300, deadline=None)
@@ -82,7 +70,7 @@ def test_packs_the_same_bits(
     keys = samples, np.array([epochs[i % len(epochs)] for i in range(len(rows))], dtype=np.int64)
     masking = MaskingConfig(rate=rate, count=count, special_tokens=special_tokens, **kind)  # type: ignore[arg-type]
     arguments = rows, *keys, masking, VOCABULARY, seed, sees_mask
-    assert_same(pack(*arguments), pack_numpy(*arguments))
+    assert_same_batch(pack(*arguments), pack_numpy(*arguments))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -92,7 +80,7 @@ def test_packs_the_same_bits_for_every_option(kind: dict[str, Any], sees_mask: b
     for rate, count, special in itertools.product((0.15, 0.4), ("fixed", "stochastic"), (False, True)):
         masking = MaskingConfig(rate=rate, count=count, special_tokens=special, **kind)  # type: ignore[arg-type]
         arguments = rows, np.arange(6), np.full(6, 2), masking, VOCABULARY, 2**63 + 5, sees_mask
-        assert_same(pack(*arguments), pack_numpy(*arguments))
+        assert_same_batch(pack(*arguments), pack_numpy(*arguments))
 
 
 @pytest.mark.parametrize("kind", [{}, {"shown": 0.3}, {"policy": "bert"}, {"policy": "random"}], ids=str)
@@ -102,7 +90,7 @@ def test_packs_the_same_bits_at_full_size(kind: dict[str, Any]) -> None:
     rows = [np.random.default_rng(n).integers(0, 100_000, n).astype(np.uint32) for n in (70_001, 8192, 3)]
     masking = MaskingConfig(special_tokens=False, **kind)
     arguments = rows, np.arange(3), np.zeros(3, np.int64), masking, vocabulary, 3, False
-    assert_same(pack(*arguments), pack_numpy(*arguments))
+    assert_same_batch(pack(*arguments), pack_numpy(*arguments))
 
 
 @pytest.mark.parametrize("implementation", [pack, pack_numpy])
@@ -131,7 +119,7 @@ def test_without_the_extension_the_reference_runs(monkeypatch: pytest.MonkeyPatc
     arguments = [np.arange(40)], np.arange(1), np.arange(1), MaskingConfig(), VOCABULARY, 0, False
     built = pack(*arguments)
     monkeypatch.setattr(native, "host", lambda: None)
-    assert_same(pack(*arguments), built)
+    assert_same_batch(pack(*arguments), built)
     assert np.array_equal(permutation(np.arange(50), 50, 1, 2), permutation_numpy(np.arange(50), 50, 1, 2))
 
 

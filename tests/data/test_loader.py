@@ -20,6 +20,7 @@ from maelm_fast.data.masking import Vocabulary, pack
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.data.update import new_row
 from maelm_fast.errors import UserError
+from tests.batches import assert_same_batch
 
 VOCABULARY = Vocabulary(300, 299, (0, 1, 2, 3, 299))
 
@@ -31,11 +32,8 @@ def batches(store: TokenStore, batch_size: int, micro_batch_size: int, mask_on_d
 
 
 def assert_same(a: list[PackedBatch] | list[RaggedBatch], b: list[PackedBatch] | list[RaggedBatch]) -> None:
-    assert len(a) == len(b)
     for x, y in zip(a, b, strict=True):
-        for field in dataclasses.fields(x):
-            p, q = getattr(x, field.name), getattr(y, field.name)
-            assert torch.equal(p, q) if isinstance(p, torch.Tensor) else p == q, field.name
+        assert_same_batch(x, y)
 
 
 @pytest.mark.parametrize(("batch_size", "micro_batch_size"), [(12, 5), (8, 4), (3, 10)])

@@ -22,6 +22,7 @@ from maelm_fast.data.masking import Vocabulary, choose_masked, mask_counts, pack
 from maelm_fast.errors import UserError
 from maelm_fast.philox import Stream, position_words
 from maelm_fast.training.step import check_recordable
+from tests.batches import assert_same_batch
 
 VOCABULARY = Vocabulary(size=500, mask_id=499, special=(0, 1, 2, 3, 499))
 
@@ -154,10 +155,6 @@ def tensors(batch: PackedBatch) -> dict[str, torch.Tensor]:
     return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
 
 
-def same(a: PackedBatch, b: PackedBatch) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(tensors(a).values(), tensors(b).values(), strict=True))
-
-
 def read_at(batch: PackedBatch) -> list[np.ndarray]:
     """Of each sequence what the encoder reads at its masked tokens, -1 where it reads nothing."""
     source = batch.source[batch.masked_index].numpy()
@@ -218,9 +215,9 @@ def test_a_share_of_the_masked_tokens_is_shown(rate: float, count: Any, special_
 def test_all_shown_is_what_standard_mlm_reads(count: Any) -> None:
     rows = sequences(ODD)
     mlm = packed(rows, MaskingConfig(count=count), sees_mask=True)
-    assert same(packed(rows, MaskingConfig(count=count, shown=1.0)), mlm)
+    assert_same_batch(packed(rows, MaskingConfig(count=count, shown=1.0)), mlm)
     for shown in (0.25, 1.0):  # without a decoder nothing is removed, whatever share is asked for
-        assert same(packed(rows, MaskingConfig(count=count, shown=shown), sees_mask=True), mlm)
+        assert_same_batch(packed(rows, MaskingConfig(count=count, shown=shown), sees_mask=True), mlm)
 
 
 @pytest.mark.parametrize("sees_mask", [False, True])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
-from maelm_fast.data.order import permutation, samples_at
+from maelm_fast.data.order import permutation, permutation_numpy, samples_at
 from maelm_fast.philox import Stream, fold_seed, philox4x32, position_words
 
 
@@ -48,6 +50,15 @@ def test_samples_run_through_epoch_ends() -> None:
     whole = np.concatenate([permutation(np.arange(9), 9, 4, epoch) for epoch in range(3)])
     assert np.array_equal(ids, whole[5:25])
     assert np.array_equal(epochs, np.arange(5, 25) // 9)
+
+
+@pytest.mark.parametrize("order", [permutation, permutation_numpy])
+def test_orders_stay_what_they_were(order: Callable[..., np.ndarray]) -> None:
+    """Runs of that time can be resumed: their samples, and the seeds of their weights and dropout."""
+    assert order(np.arange(6), 1001, 3, 5).tolist() == [793, 379, 142, 457, 565, 652]
+    assert order(np.arange(2), 10**12 + 39, 2**63 - 1, 0).tolist() == [851148994838, 357813497148]
+    assert fold_seed(7, 0) == 3595544800446187243
+    assert fold_seed(7, 1, 100, 2) == 7157861868691803558
 
 
 def test_index_outside_is_refused() -> None:

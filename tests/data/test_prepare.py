@@ -90,18 +90,20 @@ def test_full_samples_hold_the_text_in_order(text):
 def test_document_samples_are_whole_lines_of_one_document(text):
     manifest = prepare(configure(text, sample_mode="document", seq_len=64))
     lines_of = [document.split("\n") for document in text.read_text().lower().split("\n\n")]
-    counted = 0
+    lines_found = []
     for name in manifest.splits:
         store = TokenStore.open(text.parent / "store", name)
         tokenizer = store.tokenizer()
         for sample in store:
             assert sample[0] == 0
             assert len(sample) <= 64
-            if sample[-1] == 2:
-                ends = np.flatnonzero(sample == 2) + 1
-                found = [tokenizer.decode(line[:-1].tolist()) for line in np.split(sample[1:], ends - 1)[:-1]]
-                counted += any(found == lines[i : i + len(found)] for lines in lines_of for i in range(len(lines)))
-    assert counted > 30
+            assert sample[-1] == 2
+            ends = np.flatnonzero(sample == 2)
+            found = [tokenizer.decode(line[:-1].tolist()) for line in np.split(sample[1:], ends)[:-1]]
+            assert any(found == lines[i : i + len(found)] for lines in lines_of for i in range(len(lines)))
+            lines_found += found
+        assert (manifest.splits[name].split_lines, manifest.splits[name].dropped_tokens) == (0, 0)
+    assert sorted(lines_found) == sorted(line for lines in lines_of for line in lines)  # nothing is left out
 
 
 @pytest.mark.parametrize("mode", ["full", "document"])

@@ -13,7 +13,6 @@ from maelm_fast.experiments.paper import PaperTable
 
 TABLES = {"1": paper.TABLE_1, "2": paper.TABLE_2, "6": paper.TABLE_6, "7": paper.TABLE_7}
 TASKS = ("MNLI-(m/mm)", "QQP", "QNLI", "SST-2", "CoLA", "RTE", "MRPC", "STS-B")
-PRINTED_OTHERWISE = {"87.1": 87.26}  # UniLMv2's average, which is not that of the paper's own numbers
 
 
 def named(table: PaperTable, group: int, name: str) -> dict[str, str]:
@@ -49,17 +48,16 @@ def test_every_row_is_as_wide_as_its_header(number: str) -> None:
             assert len(row) == len(TABLES[number].columns), row
 
 
-@pytest.mark.parametrize("number", ["1", "6", "7"])
-def test_the_printed_average_is_that_of_the_eight_tasks(number: str) -> None:
-    """MNLI counts as the mean of its two halves. A slip of the copyist in any task by 1.6 or more would show."""
+@pytest.mark.parametrize(("number", "count"), [("1", 6), ("6", 3), ("7", 6)])
+def test_the_printed_average_is_that_of_the_eight_tasks(number: str, count: int) -> None:
+    """The paper states no rule; MNLI as the mean of its two halves gives what it prints, to the last digit."""
     checked = 0
     for row in _rows(TABLES[number]):
-        if row["AVG"] != "-":
+        if row["AVG"] != "-" and row[TABLES[number].columns[0]] != "UniLMv2":  # whose average is another publication's
             scores = [statistics.mean(_scores(row[task])) for task in TASKS]
-            average = PRINTED_OTHERWISE.get(row["AVG"], float(row["AVG"]))
-            assert statistics.mean(scores) == pytest.approx(average, abs=0.1), row
+            assert statistics.mean(scores) == pytest.approx(float(row["AVG"]), abs=0.051), row
             checked += 1
-    assert checked >= 3
+    assert checked == count
 
 
 def _scores(cell: str) -> list[float]:

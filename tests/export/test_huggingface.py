@@ -19,7 +19,7 @@ from maelm_fast.cli import export as command
 from maelm_fast.config import ModelConfig
 from maelm_fast.errors import UserError
 from maelm_fast.export import huggingface
-from maelm_fast.export.huggingface import choose_format, export
+from maelm_fast.export.huggingface import choose_format, export, fitting_format
 from maelm_fast.model.position_bias import bucket
 from maelm_fast.training.rundir import LoadedRun
 
@@ -109,6 +109,14 @@ def test_what_would_be_wrong_is_refused(format: str, fields: dict[str, Any], wor
     with pytest.raises(UserError, match=words) as error:
         choose_format(config, format)
     assert "\n" not in str(error.value)
+
+
+def test_stock_formats_need_the_padding_where_they_count_positions_from() -> None:
+    config = ModelConfig(hidden_size=32, num_heads=2)
+    found = [fitting_format(config, 1), fitting_format(config, 0), fitting_format(config, 0, "own")]
+    assert found == ["mpnet", "own", "own"]
+    with pytest.raises(UserError, match="mpnet needs a tokenizer whose padding has id 1: use own"):
+        fitting_format(config, 0, "mpnet")
 
 
 def _shift_positions(state: dict[str, Any]) -> None:
@@ -301,6 +309,13 @@ def test_own_class_fine_tunes(own: tuple[LoadedRun, Path]) -> None:
     targets = torch.tensor([0.5, 0.1])
     output = regression(ids, right, labels=targets)
     assert torch.allclose(output.loss, (output.logits.squeeze(1) - targets).square().mean())
+
+    several = transformers.AutoModelForSequenceClassification.from_pretrained(
+        path, num_labels=3, problem_type="multi_label_classification", **options
+    ).eval()
+    output = several(ids, right, labels=(flags := torch.tensor([[1, 0, 1], [0, 0, 1]])))
+    expected = -torch.where(flags.bool(), output.logits.sigmoid(), 1 - output.logits.sigmoid()).log().mean()
+    assert torch.allclose(output.loss, expected)
 
     answering = transformers.AutoModelForQuestionAnswering.from_pretrained(path, **options).eval()
     output = answering(ids, right, start_positions=torch.tensor([1, 900]), end_positions=torch.tensor([2, 900]))

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from maelm_fast.config import ModelConfig, RunConfig
+from maelm_fast.config import MaskingConfig, ModelConfig, RunConfig
 from maelm_fast.data.tokenizer import train_tokenizer
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training.files import write_directory
@@ -34,29 +35,29 @@ def config(**fields: Any) -> ModelConfig:
     return replace(base, **fields)
 
 
-def loaded_run(**fields: Any) -> LoadedRun:
-    """With weights large enough that a wrong place of one shows."""
+def loaded_run(bpe: Tokenizer | None = None, masking: MaskingConfig = MaskingConfig(), **fields: Any) -> LoadedRun:
+    """With weights large enough that a wrong place of one shows. bpe: its tokenizer, if not the one above."""
     torch.manual_seed(1)
-    model = MaeLm(config(**fields)).eval()
+    bpe = bpe or tokenizer()
+    model = MaeLm(config(**{"vocab_size": bpe.get_vocab_size(), **fields})).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             norm = "norm" in name and name.endswith("weight")
             parameter.normal_(float(norm), 2.0 if "relative" in name else 0.2)
     record = RunRecord("base", "stores/books", "fingerprint", None)
-    return LoadedRun(model, tokenizer(), vocabulary_of(tokenizer()), RunConfig(model=model.config), record, 10)
+    run_config = RunConfig(model=model.config, masking=masking)
+    return LoadedRun(model, bpe, vocabulary_of(bpe), run_config, record, 10)
 
 
 def run_directory(path: Path, run: LoadedRun) -> Path:
-    """As pretraining leaves it, with the run's model as checkpoint of step 10."""
-    from safetensors.torch import save_file
-
+    """As pretraining leaves it, with the run's model as its one checkpoint."""
     directory = RunDir(path)
-    path.mkdir()
+    path.mkdir(parents=True)
     directory.write_config(run.record, run.config)
     run.tokenizer.save(str(directory.tokenizer_file))
     directory.checkpoints.mkdir()
     write_directory(
-        directory.checkpoint(10), lambda aside: save_file(run.model.state_dict(), aside / "model.safetensors")
+        directory.checkpoint(run.step), lambda aside: save_file(run.model.state_dict(), aside / "model.safetensors")
     )
     return path
 

@@ -201,7 +201,7 @@ def test_seeding_leaves_gpus_alone_that_it_could_not_set_back(monkeypatch: pytes
 
 
 def test_no_padding_is_computed_for_the_first_tokens(exported: dict[str, Path]) -> None:
-    """The last layer's feed-forward sees as many rows as there are inputs."""
+    """From the last layer's attention on there are as many rows as inputs."""
     encoder = load_encoder(exported["own"])
     assert isinstance(encoder, PackedEncoder)
     seen: list[int] = []

@@ -4,6 +4,7 @@ import sys
 import numpy as np
 import pytest
 
+from maelm_fast.errors import UserError
 from maelm_fast.finetuning.examples import Answer, Examples, SpanExamples, TaskData
 from maelm_fast.finetuning.metrics import baselines, confusion, evaluate
 from maelm_fast.finetuning.tasks import custom, get
@@ -55,6 +56,13 @@ def test_rows_that_do_not_belong_together():
     for predicted, labels in ((np.zeros(2), np.zeros(3)), (np.zeros((2, 1)), np.zeros((2, 1))), ([], [])):
         with pytest.raises(ValueError, match="one length"):
             evaluate(get("sst2"), np.asarray(predicted), np.asarray(labels))
+
+
+@pytest.mark.parametrize("package", ["sklearn", "scipy"])
+def test_without_scikit_learn_or_scipy_the_remedy_is_named(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=r"pip install 'maelm_fast\[finetune\]'"):
+        evaluate(get("sst2"), np.array([1, 0]), np.array([1, 1]))
 
 
 def test_baselines_of_classes_see_length_and_overlap():

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from maelm_fast.analysis import fill
-from maelm_fast.config import MaskingConfig, RunConfig
+from maelm_fast.config import MaskingConfig
 from maelm_fast.data.masking import pack_masked
 from maelm_fast.data.tokenizer import train_tokenizer
 from maelm_fast.errors import UserError
@@ -27,9 +27,8 @@ from maelm_fast.finetuning.prompting.masked_lm import load_masked_lm, packed_pro
 from maelm_fast.finetuning.prompting.templates import TEMPLATES, Template, parse, template_for
 from maelm_fast.finetuning.prompting.tokens import Prompts, label_ids, shown
 from maelm_fast.finetuning.text import TextTokenizer
-from maelm_fast.model.maelm import MaeLm
-from maelm_fast.training.rundir import LoadedRun, RunRecord, load_run, vocabulary_of
-from tests.finetuning.small import bert_directory, config, run_directory, wordpiece
+from maelm_fast.training.rundir import load_run, vocabulary_of
+from tests.finetuning.small import bert_directory, loaded_run, run_directory, wordpiece
 
 SENTENCES = [
     "A man plays the violin. It was great.",
@@ -51,15 +50,7 @@ def ours() -> TextTokenizer:
 
 
 def make_run(path: Path, masking: MaskingConfig = MaskingConfig(), **fields: Any) -> Path:
-    """An untrained run with weights large enough that a wrong place of one shows."""
-    torch.manual_seed(1)
-    model = MaeLm(config(vocab_size=bpe().get_vocab_size(), **fields)).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(float("norm" in name and name.endswith("weight")), 0.2)
-    record = RunRecord("base", "store", "fingerprint", None)
-    run_config = RunConfig(model=model.config, masking=masking)
-    return run_directory(path, LoadedRun(model, bpe(), vocabulary_of(bpe()), run_config, record, 10))
+    return run_directory(path, loaded_run(bpe(), masking, **fields))
 
 
 # Templates

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-import toys
 
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning import report as module
@@ -27,7 +23,9 @@ from maelm_fast.finetuning.job import finetune
 from maelm_fast.finetuning.problem import Evaluation, make_problem
 from maelm_fast.finetuning.report import effective_ranks, median_of, summary
 from maelm_fast.finetuning.run import Result
+from maelm_fast.finetuning.saving import load_finetuned
 from maelm_fast.finetuning.tasks import TASKS, custom
+from tests.finetuning import toys
 
 CONFIG = FinetuneConfig(
     lr=3e-3, epochs=2, batch_size=16, dropout=0.1, max_length=9, evaluations_per_epoch=1, device="cpu", precision="fp32"
@@ -116,16 +114,10 @@ def test_effective_ranks_are_those_of_the_singular_values(job: Any, monkeypatch:
     report = json.loads((place / "out" / "report.json").read_text())["effective_rank"]
     assert (report["inputs"], report["tokens"]) == (50, sum(inputs.lengths))
     assert report["before"] == by_hand(encoder, inputs)
-    encoder.load_state_dict(load_finetuned_encoder(place / "out" / "model"))
+    encoder.load_state_dict(load_finetuned(place / "out" / "model").encoder.state_dict())
     assert report["after"] == by_hand(encoder, inputs)
     monkeypatch.setattr(module, "RANK_INPUTS", 7)
     assert effective_ranks(encoder, inputs, torch.device("cpu"), "fp32").inputs == 7
-
-
-def load_finetuned_encoder(path: Path) -> dict[str, torch.Tensor]:
-    from maelm_fast.finetuning.saving import load_finetuned
-
-    return load_finetuned(path).encoder.state_dict()
 
 
 def by_hand(encoder: Any, inputs: Any) -> list[int]:

@@ -22,9 +22,6 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent))
-import toys
-
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning import job
 from maelm_fast.finetuning import run as module
@@ -33,8 +30,10 @@ from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import TaskData
 from maelm_fast.finetuning.job import finetune
 from maelm_fast.finetuning.problem import Problem, SentenceProblem, make_problem
-from maelm_fast.finetuning.run import Result, Stopped, evaluation_steps, total_updates, train
+from maelm_fast.finetuning.run import Result, Stopped, evaluation_steps, saved_step, total_updates, train
+from tests.finetuning import toys
 
+ROOT = Path(__file__).resolve().parents[2]
 FAST = FinetuneConfig(
     lr=3e-3, epochs=4, batch_size=16, dropout=0.0, evaluations_per_epoch=1, device="cpu", precision="fp32"
 )
@@ -236,12 +235,52 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step_7"]
     with pytest.raises(UserError, match="another configuration"):
         train(problem, encoder, replace(SHORT, lr=1e-3), resume=tmp_path)
+    with pytest.raises(UserError, match="another configuration or other data"):
+        train(make_problem(toys.toy(toys.content_rows, 39, 20), encoder, SHORT), encoder, SHORT, resume=tmp_path)
     with pytest.raises(UserError, match=r"computed in fp32: go on with --precision fp32, or remove .* again in bf16"):
         train(problem, encoder, replace(SHORT, precision="bf16"), resume=tmp_path)
     result, model, evaluation = train(problem, encoder, SHORT, resume=tmp_path)
     assert numbers(result) == numbers(whole)
     assert evaluation == whole_evaluation
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole_model.parameters(), strict=True))
+
+
+def test_a_damaged_state_is_not_gone_on_with(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data, encoder = toys.toy(toys.content_rows, 40, 20), toys.tiny_encoder()
+    problem = make_problem(data, encoder, SHORT)
+    whole, _, _ = train(problem, encoder, SHORT)
+    with pytest.raises(Stopped):
+        train(problem, encoder, SHORT, resume=tmp_path, stop=stopping_at(3))
+    assert saved_step(tmp_path) == 3
+    spoil(tmp_path / "step_3" / "model.safetensors")
+    assert saved_step(tmp_path) == 0
+    assert numbers(train(problem, encoder, SHORT, resume=tmp_path)[0]) == numbers(whole)
+    assert "step_3 is damaged: model.safetensors" in caplog.text
+
+
+def spoil(file: Path) -> None:
+    """One bit of its last byte."""
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def test_damaged_weights_of_a_finished_seed_are_not_saved_as_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out, data = toys.make_run(tmp_path / "run"), tmp_path / "out", toys.toy(toys.content_rows, 16, 8)
+    config = replace(SHORT, epochs=1)
+
+    def killed(*_: Any) -> None:
+        raise SystemExit(9)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "write_report", killed)
+        with pytest.raises(SystemExit):
+            finetune(model, data, config, out, [3], say=quiet)
+    spoil(out / "seeds" / "seed_3" / "model.safetensors")
+    with pytest.raises(UserError, match=r"seed_3 is damaged: model.safetensors .* remove .*out and run again"):
+        finetune(model, data, config, out, [3], say=quiet)
+    assert not (out / "report.json").exists()
 
 
 @contextmanager
@@ -304,12 +343,9 @@ def test_a_directory_that_another_process_took_meanwhile(tmp_path: Path, monkeyp
 
 
 CHILD = """
-import sys
-sys.path.insert(0, {tests!r})
 import torch
 torch.set_num_threads(1)
-import test_run, toys
-from pathlib import Path
+from tests.finetuning import test_run, toys
 from maelm_fast.finetuning import job, run
 run.SAVE_SECONDS = 0.0
 data = toys.toy(toys.content_rows, 40, 20)
@@ -321,8 +357,10 @@ def test_killed_terminated_and_finished_equals_uninterrupted(tmp_path: Path) -> 
     model, out = toys.make_run(tmp_path / "run"), tmp_path / "killed"
     data = toys.toy(toys.content_rows, 40, 20)
     whole = finetune(model, data, SHORT, tmp_path / "whole", [0, 1], say=quiet)
-    code = CHILD.format(tests=str(Path(__file__).parent), model=str(model), out=str(out))
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD.format(model=str(model), out=str(out))],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline and not list(out.glob("state/seed_0/step_*")):
         assert child.poll() is None, child.communicate()[0]

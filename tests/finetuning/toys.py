@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.torch import save_file
 
 from maelm_fast import presets
 from maelm_fast.data.tokenizer import train_tokenizer
@@ -18,8 +17,8 @@ from maelm_fast.finetuning.encoders import PackedEncoder
 from maelm_fast.finetuning.examples import Examples, TaskData
 from maelm_fast.finetuning.text import TextTokenizer
 from maelm_fast.model.maelm import MaeLm
-from maelm_fast.training.files import write_directory
-from maelm_fast.training.rundir import RunDir, RunRecord, vocabulary_of
+from maelm_fast.training.rundir import LoadedRun, RunRecord, vocabulary_of
+from tests.finetuning.small import run_directory
 
 FILLERS = "red green blue pink grey brown black white".split()
 Row = tuple[tuple[str, ...], Any]
@@ -101,14 +100,8 @@ def make_run(path: Path, **fields: Any) -> Path:
     """A run directory with an untrained checkpoint at step 5."""
     bpe = tokenizer()
     config = tiny_model(bpe.get_vocab_size(), **fields)
-    run = RunDir(path)
-    run.path.mkdir(parents=True)
-    run.write_config(RunRecord("tiny", "store", "fingerprint", None), config)
-    run.tokenizer_file.write_text(bpe.to_str(), encoding="utf-8")
-    network = MaeLm(config.model, mask_id=vocabulary_of(bpe).mask_id)
-    run.checkpoints.mkdir()
-    write_directory(run.checkpoint(5), lambda aside: save_file(dict(network.state_dict()), aside / "model.safetensors"))
-    return path
+    vocabulary, record = vocabulary_of(bpe), RunRecord("tiny", "store", "fingerprint", None)
+    return run_directory(path, LoadedRun(MaeLm(config.model, vocabulary.mask_id), bpe, vocabulary, config, record, 5))
 
 
 def write_files(directory: Path, data: TaskData) -> Path:

@@ -6,6 +6,7 @@ The bound has no tolerance chosen by hand: an op may be twice as far from float6
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -14,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from maelm_fast import native
+from maelm_fast.batch import Layout, layout_of
 from maelm_fast.ops.dispatch import interpreted, triton_installed
+from maelm_fast.ops.registration import native_reason
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [
@@ -27,10 +29,14 @@ POISON = {torch.int64: -(2**62), torch.int32: -(2**30), torch.int16: -(2**14), t
 
 
 def backends_of(op: str, *names: str) -> list[Any]:
-    """Parameters: the named backends of `op` to test; native is skipped where it was not built."""
-    missing = not native.has(op, DEVICE)
-    skip = pytest.mark.skipif(missing, reason=native.why_not(DEVICE) if missing else "")
-    return [pytest.param(name, marks=[skip] if name == "native" else []) for name in names]
+    """Parameters: the named backends of `op` to test; native is skipped where it was not built, triton where it is not
+    installed."""
+    reason = native_reason(op, DEVICE)  # which registers the compiled op's fake and backward too
+    skips = {
+        "native": [pytest.mark.skipif(bool(reason), reason=reason)],
+        "triton": [pytest.mark.skipif(not triton_installed(), reason="triton is not installed")],
+    }
+    return [pytest.param(name, marks=skips.get(name, [])) for name in names]
 
 
 def assert_as_good_as_pytorch(actual: Tensor, at_dtype: Tensor, exact: Tensor, floor: float = 2e-6) -> None:
@@ -114,6 +120,13 @@ def strided(x: Tensor, step: int = 1) -> Tensor:
     view = larger[..., 8 : 8 + x.shape[-1] * step : step]
     view.copy_(x)
     return view
+
+
+def gapped_layout(positions: int, lengths: list[int], seed: int = 0) -> Layout:
+    """Sequences whose positions, below `positions`, have gaps, as after the removal of masked tokens."""
+    draw = random.Random(seed)
+    places = [p for n in lengths for p in sorted(draw.sample(range(positions), n))]
+    return layout_of(lengths, torch.tensor(places, dtype=torch.int32))
 
 
 def seed_tensor(seed: int = 12345678901) -> Tensor:

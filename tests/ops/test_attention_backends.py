@@ -3,9 +3,9 @@ with, by stand-ins that compute from the arguments they were given. With one: th
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import inspect
-import random
 import re
 import sys
 import types
@@ -18,12 +18,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from maelm_fast import native
-from maelm_fast.batch import Layout, layout_of
+from maelm_fast.batch import layout_of
 from maelm_fast.errors import UserError
 from maelm_fast.ops import AttentionLayout, PositionBias, attention, dispatch
 from maelm_fast.ops.backends import common, flash, flex, torch_varlen, xformers
 from maelm_fast.ops.reference.attention import attention as reference_attention
-from tests.ops.checks import assert_as_good_as_pytorch, deterministic, outputs_and_gradients, strided
+from tests.ops.checks import (
+    assert_as_good_as_pytorch,
+    deterministic,
+    gapped_layout,
+    outputs_and_gradients,
+    strided,
+)
 
 HEADS, DIM, POSITIONS, REACH = 3, 16, 300, 40
 ADAPTERS = {"flash": flash, "torch": torch_varlen, "xformers": xformers, "flex": flex}
@@ -35,13 +41,7 @@ LAYOUTS = {
 }
 WHOLE = [name for name in LAYOUTS if name != "empty"]
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-def gapped(lengths: list[int], seed: int = 0) -> Layout:
-    """Sequences whose positions have gaps, as after the removal of masked tokens."""
-    draw = random.Random(seed)
-    positions = [p for n in lengths for p in sorted(draw.sample(range(POSITIONS), n))]
-    return layout_of(lengths, torch.tensor(positions, dtype=torch.int32))
+gapped = functools.partial(gapped_layout, POSITIONS)
 
 
 def plan_of(name: str, device: str = "cpu") -> AttentionLayout:

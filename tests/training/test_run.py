@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import fcntl
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -21,9 +23,12 @@ from safetensors.torch import load_file
 from maelm_fast import presets
 from maelm_fast.analysis.live import live_metric
 from maelm_fast.config import BackendConfig, OptimConfig, RunConfig
+from maelm_fast.data.masking import VALIDATION_EPOCH, Vocabulary, pack
+from maelm_fast.data.order import permutation
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
 from maelm_fast.training import checkpoint, trainer
+from maelm_fast.training.initial import from_run, load_initial
 from maelm_fast.training.job import pretrain
 from maelm_fast.training.optim import build_optimizer, learning_rate
 from maelm_fast.training.rundir import RunDir, load_run
@@ -77,29 +82,51 @@ def test_metrics_have_what_was_promised(whole: Path) -> None:
     assert train[0]["masked"] == 12 * 5  # round(0.15 * 32) of each
 
 
+def test_validation_loss_is_the_mean_over_samples_drawn_from_the_whole_split(store: Path, whole: Path) -> None:
+    opened, run = TokenStore.open(store, "validation"), load_run(whole)
+    assert len(opened) > 20
+    ids = permutation(np.arange(20), len(opened), 0, VALIDATION_EPOCH)
+    epochs = np.full(20, VALIDATION_EPOCH)
+    batch = pack([opened[i] for i in ids.tolist()], ids, epochs, config().masking, run.vocabulary, 0, False)
+    with torch.no_grad():
+        loss, correct = run.model(batch)
+    last = [row for row in rows(whole) if row["kind"] == "validation"][-1]
+    assert last["val_loss"] == pytest.approx(float(loss) / batch.counts.masked, rel=1e-5)
+    assert last["val_perplexity"] == pytest.approx(math.exp(last["val_loss"]))
+    assert last["val_accuracy"] == int(correct) / batch.counts.masked
+
+
 class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize(("cut", "workers"), [(1, 0), (2, 0), (3, 0), (5, 0), (7, 0), (3, 2)])
-def test_resume_is_bitwise(
-    cut: int, workers: int, store: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A crash after any update, between checkpoints or on one, with accumulation over three micro-batches."""
+def pretrain_until(cut: int, *arguments: Any) -> None:
+    """A run that dies after `cut` updates."""
     update = Trainer._update
 
-    def dies(self: Trainer, *args: Any) -> dict[str, Any]:
+    def dies(self: Trainer, *args: Any) -> Any:
         if self.progress.step == cut:
             raise Killed
         return update(self, *args)
 
-    out = tmp_path / "run"
-    asked = config(runtime={"workers": workers})
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_update", dies)
         with pytest.raises(Killed):
-            pretrain("tiny", asked, str(store), str(out))
-    pretrain("tiny", asked, str(store), str(out))
+            pretrain(*arguments)
+
+
+@pytest.mark.parametrize(("cut", "workers"), [(1, 0), (2, 0), (3, 0), (5, 0), (7, 0), (3, 2)])
+def test_resume_is_bitwise(
+    cut: int, workers: int, store: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A crash after any update, between checkpoints or on one, with accumulation over three micro-batches; gone on with
+    without loader processes, since runtime settings may change."""
+    out = tmp_path / "run"
+    pretrain_until(cut, "tiny", config(runtime={"workers": workers}), str(store), str(out))
+    capsys.readouterr()
+    pretrain("tiny", config(), str(store), str(out))
+    printed = capsys.readouterr().out
+    assert (f"going on from step {cut - cut % 2}\n" in printed) == (cut > 1)  # else there is no checkpoint yet
     assert_same(out, whole)
 
 
@@ -118,7 +145,7 @@ def test_a_backend_that_cannot_run_ends_the_run_with_its_reason(
         pretrain("tiny", asked, str(store), str(tmp_path / "run"))
 
 
-def test_micro_batch_size_changes_only_rounding(store: Path, whole: Path, tmp_path: Path) -> None:
+def test_micro_batch_size_changes_only_rounding(store: Path, tmp_path: Path) -> None:
     """Gradients are weighted by masked tokens over the whole update, so how it is cut does not matter (no dropout)."""
     losses = []
     for micro in (12, 5):
@@ -160,9 +187,10 @@ def start(store: Path, out: Path, workers: int = 0) -> subprocess.Popen[str]:
     )
 
 
-def finish(child: subprocess.Popen[str]) -> None:
-    output, _ = child.communicate(timeout=240)
+def finish(child: subprocess.Popen[str], timeout: float = 240) -> str:
+    output, _ = child.communicate(timeout=timeout)
     assert child.returncode == 0, output
+    return output
 
 
 def wait_for_step(out: Path, step: int) -> None:
@@ -184,10 +212,10 @@ def test_sigkill_and_sigterm_leave_a_run_that_goes_on_bit_for_bit(store: Path, t
     asked = start(store, cut)
     wait_for_step(cut, 35)
     asked.send_signal(signal.SIGTERM)
-    output, _ = asked.communicate(timeout=60)
-    assert asked.returncode == 0
+    output = finish(asked, timeout=60)
+    assert "going on from step" in output
     assert "SIGTERM: saved at step" in output
-    finish(start(store, cut))
+    assert "going on from step" in finish(start(store, cut))
     assert_same(cut, whole)
 
 
@@ -197,9 +225,7 @@ def test_a_signal_to_the_whole_group_stops_a_run_with_workers(store: Path, tmp_p
     child = start(store, out, workers=2)
     wait_for_step(out, 5)
     os.killpg(child.pid, signal.SIGTERM)
-    output, _ = child.communicate(timeout=60)
-    assert child.returncode == 0, output
-    assert "SIGTERM: saved at step" in output
+    assert "SIGTERM: saved at step" in finish(child, timeout=60)
 
 
 def test_a_finished_run_is_left_alone(store: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,7 +247,12 @@ def damaged_copy(whole: Path, tmp_path: Path) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "missing", "no checksums"])
 def test_a_damaged_checkpoint_is_passed_over(
-    damage: str, store: Path, whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    damage: str,
+    store: Path,
+    whole: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run, newest = damaged_copy(whole, tmp_path)
     file = newest / "model.safetensors"
@@ -237,6 +268,7 @@ def test_a_damaged_checkpoint_is_passed_over(
         (newest / "checksums.json").unlink()
     pretrain("tiny", config(), str(store), str(run))
     assert "going back to the one before" in caplog.text
+    assert "going on from step 4\n" in capsys.readouterr().out
     assert_same(run, whole)
 
 
@@ -277,6 +309,23 @@ def test_an_unfinished_metrics_line_is_dropped(store: Path, whole: Path, tmp_pat
         file.write('{"kind": "train", "step": 9, "lo')
     pretrain("tiny", config(), str(store), str(run))
     assert_same(run, whole)
+
+
+@pytest.mark.parametrize("line", [b"\0\0", b"\xff", b"[]", b"{}"])
+def test_a_damaged_metrics_line_is_named(line: bytes, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.metrics_file.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 is damaged"):
+        list(run.metrics())
+
+
+@pytest.mark.parametrize("change", [("hidden_size: 32", "hidden_size: wide"), ("rate: 0.15", "rate: null")])
+def test_a_value_of_another_type_in_config_is_one_line(change: tuple[str, str], whole: Path, tmp_path: Path) -> None:
+    text = (whole / "config.yaml").read_text()
+    assert change[0] in text
+    (tmp_path / "config.yaml").write_text(text.replace(*change, 1))
+    with pytest.raises(UserError, match=r"config\.yaml: not a run's config\.yaml \([^\n]*\)$"):
+        RunDir(tmp_path).read_config()
 
 
 def test_a_failed_save_costs_only_itself(
@@ -332,6 +381,7 @@ def test_nonfinite_updates_are_skipped_counted_and_end_the_run(
     pretrain("tiny", config(), str(store), str(once))
     train = [r for r in rows(once) if r["kind"] == "train"]
     assert [r["skipped"] for r in train] == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert train[2]["loss"] is train[2]["grad_norm"] is None  # JSON has no NaN
     assert all(torch.isfinite(t).all() for t in final_weights(once).values())
 
     bad |= {2, 3, 4}
@@ -356,10 +406,14 @@ def test_early_stop(store: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     asked = config(optim={"lr": 1e-12, "max_steps": 50}, runtime={"early_stop": 2, "eval_every": 1})
     pretrain("tiny", asked, str(store), str(out))
-    last = list(RunDir(out).metrics())[-1]
-    assert last["step"] < 10
+    before = rows(out)
+    assert before[-1]["step"] == 3  # the first evaluation, and two that are no better
     pretrain("tiny", asked, str(store), str(out))  # finished: nothing more happens
-    assert list(RunDir(out).metrics())[-1] == last
+    assert rows(out) == before
+    cut = tmp_path / "cut"
+    pretrain_until(2, "tiny", asked, str(store), str(cut))
+    pretrain("tiny", asked, str(store), str(cut))  # the evaluation without gain before the crash counts
+    assert rows(cut) == before
 
 
 @pytest.mark.parametrize(
@@ -373,6 +427,28 @@ def test_early_stop(store: Path, tmp_path: Path) -> None:
 def test_a_run_goes_on_only_as_it_was_started(change: dict[str, Any], message: str, store: Path, whole: Path) -> None:
     with pytest.raises(UserError, match=message):
         pretrain("tiny", config(**change), str(store), str(whole))
+
+
+def test_a_run_goes_on_only_with_its_seed(store: Path, whole: Path) -> None:
+    with pytest.raises(UserError, match=r"started with seed=0"):
+        pretrain("tiny", replace(config(), seed=1), str(store), str(whole))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"vocab_size": 299}}, r"model\.vocab_size is 299 but the store .* has \d+ tokens; leave"),
+        ({"model": {"max_positions": 16}}, r"up to 32 tokens do not fit model\.max_positions 16"),
+        ({"runtime": {"device": "cuda"}}, r"PyTorch sees no GPU; set runtime\.device=cpu"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    change: dict[str, Any], message: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=message):
+        pretrain("tiny", config(**change), str(store), str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_other_data_is_refused(document_store: Path, whole: Path) -> None:
@@ -392,7 +468,22 @@ def test_two_processes_cannot_write_one_run(store: Path, tmp_path: Path) -> None
         child.communicate()
 
 
-def test_loaded_run_computes_what_was_trained(store: Path, whole: Path) -> None:
+def test_a_lock_that_was_removed_before_it_was_taken_is_none(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its holder ended between this process's open() and flock(): a third process may hold a new file of that name."""
+    flock, out = fcntl.flock, tmp_path / "run"
+
+    def late(file: Any, how: int) -> None:
+        (out / ".lock").unlink()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(UserError, match="in use by another process"):
+        pretrain("tiny", config(), str(store), str(out))
+
+
+def test_loaded_run_has_its_step_and_vocabulary(whole: Path) -> None:
     run = load_run(whole)
     assert run.step == 8
     assert run.config.model.vocab_size == run.tokenizer.get_vocab_size()
@@ -402,8 +493,6 @@ def test_loaded_run_computes_what_was_trained(store: Path, whole: Path) -> None:
 
 
 def test_init_from_a_run(store: Path, whole: Path, tmp_path: Path) -> None:
-    from maelm_fast.training.initial import from_run
-
     initial = from_run(whole)
     out = tmp_path / "run"
     asked = config(optim={"max_steps": 1, "warmup_steps": 0, "lr": 1e-12}, runtime={"eval_samples": 20})
@@ -417,32 +506,40 @@ def test_init_from_a_run(store: Path, whole: Path, tmp_path: Path) -> None:
     assert torch.allclose(final_weights(other)["encoder.token_table"], final_weights(whole)["encoder.token_table"])
 
 
+def test_initial_weights_must_hold_the_whole_encoder(whole: Path) -> None:
+    initial = from_run(whole)
+    partly = {name: tensor for name, tensor in initial.state.items() if name != "encoder.token_table"}
+    with pytest.raises(UserError, match=r"no fitting weights for encoder\.token_table \(1 encoder tensors"):
+        load_initial(load_run(whole).model, replace(initial, state=partly))
+
+
+VOCABULARY = Vocabulary(300, 299, (0, 1, 2, 3, 299))
+
+
+def test_a_model_is_initialised_by_the_seed_alone() -> None:
+    def weights(seed: int) -> torch.Tensor:
+        return trainer.build_model(replace(config(), seed=seed), VOCABULARY).encoder.token_table.detach()
+
+    first, state = weights(3), torch.get_rng_state()
+    torch.rand(7)
+    assert torch.equal(weights(3), first)
+    assert not torch.equal(weights(4), first)
+    torch.set_rng_state(state)
+    weights(3)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_schedule() -> None:
     optim = OptimConfig(lr=1.0, warmup_steps=10, max_steps=110)
     assert [learning_rate(optim, k) for k in (0, 5, 10, 60, 109)] == pytest.approx([0, 0.5, 1.0, 0.5, 0.01])
 
 
 def test_decay_groups() -> None:
-    model = trainer.build_model(config(), trainer.Vocabulary(300, 299, (0, 1, 2, 3, 299)))
+    model = trainer.build_model(config(), VOCABULARY)
     everything = build_optimizer(model, OptimConfig())
     assert [g["weight_decay"] for g in everything.param_groups] == [0.01]
     some = build_optimizer(model, OptimConfig(decay="matrices"))
+    assert [g["weight_decay"] for g in some.param_groups] == [0.01, 0.0]
     plain = {id(p) for p in some.param_groups[1]["params"]}
     names = {n for n, p in model.named_parameters() if id(p) in plain}
     assert names == {n for n, p in model.named_parameters() if p.ndim < 2 or n.endswith("relative_bias.weight")}
-
-
-def test_workers_build_the_same_batches(store: Path) -> None:
-    from maelm_fast.data.loader import TrainingBatches, training_updates
-
-    opened = TokenStore.open(store, "train")
-    vocabulary = trainer.Vocabulary(300, 299, (0, 1, 2, 3, 299))
-    batches = TrainingBatches(opened, vocabulary, config().masking, 0, 12, 5, False)
-    alone = [u.micro_batches() for u in training_updates(batches, 2, 6, workers=0, pin_memory=False)]
-    helped = [u.micro_batches() for u in training_updates(batches, 2, 6, workers=2, pin_memory=False)]
-    assert [len(update) for update in alone] == [3] * 4
-    for a, b in zip(itertools.chain(*alone), itertools.chain(*helped), strict=True):
-        assert all(
-            torch.equal(getattr(a, n), getattr(b, n)) for n in ("visible_ids", "labels", "source", "masked_index")
-        )
-        assert a.lengths == b.lengths
