@@ -63,7 +63,8 @@ def device_name(device: torch.device) -> str:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Of a GPU, from whatever library, or of a CPU."""
-    return "out of memory" in str(error) or "allocate memory" in str(error)
+    said = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in said or "allocate memory" in said
 
 
 def environment(device: torch.device, precision: str) -> dict[str, Any]:
