@@ -305,10 +305,10 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(cls: type, data: dict[str, Any], path: str = "") -> Any:
     """The inverse of to_dict; a key that is missing, as in the file of an older version, has its default. Raises
     UserError on an unknown key, or a value that is none of those there are."""
-    known, hints = {f.name for f in dataclasses.fields(cls)}, get_type_hints(cls)
+    hints = get_type_hints(cls)
     require(isinstance(data, dict), f"config: {path or 'the file'} must be a mapping")
     for key in data:
-        require(key in known, f"config: unknown key '{path}{key}'; known: {', '.join(hints)}")
+        require(key in hints, f"config: unknown key '{path}{key}'; known: {', '.join(hints)}")
     values = {}
     for name, value in data.items():
         choices = get_args(hints[name]) if get_origin(hints[name]) is Literal else (value,)

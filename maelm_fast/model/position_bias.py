@@ -92,7 +92,7 @@ class RelativeBias(nn.Module):
 
         Adam moves a bias by at most the learning rate an update, so that from zero it takes a tiny model thousands of
         updates to find its neighbours; until then it predicts token frequencies. For the same reason no bias may start
-        far below zero: without the limit of 8 the far ones, at -85 and less, never came back, and no head ever read
+        far below zero: without the limit of 8 the far ones, at -85 and less, stayed there, and no head ever read
         beyond some twenty tokens (ours; benchmarks/LOG.md)."""
         values = [[0.0] * self.weight.shape[1] for _ in range(self.weight.shape[0])]
         reach = len(self._by_distance) // 2
