@@ -170,7 +170,7 @@ def _shown_units(plan: Plan, results: Results, rate: Rate) -> Iterator[str]:
     found = plan.found
     assert found is not None
     what = "prompting" if plan.experiment.use == "prompting" else "fine-tuning"
-    yield f"{what}, tasks: {found.source}"
+    yield f"{what}, tasks: {' '.join(found.sources) or 'none given, official sizes assumed'}"
     yield f"{'task':14}{'runs':>7}{'finished':>10}{'examples':>10}{'tokens':>9}{'FLOP':>11}{'about':>10}"
     bytes_per_token = _bytes_per_token(plan)
     runs, left, seconds = 0, 0, 0.0

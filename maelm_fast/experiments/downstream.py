@@ -133,7 +133,8 @@ class Found:
 
     `data` and what it decides are empty for a plan made without data, of official sizes."""
 
-    source: str
+    sources: tuple[str, ...]
+    """Directories, or hub; none of a plan made without data."""
     tasks: tuple[Task, ...]
     sizes: dict[str, Size]
     left_out: dict[str, str] = field(default_factory=dict)
@@ -180,7 +181,7 @@ def find_tasks(
     if not data:
         raise UserError(f"--tasks {shown}: none of {', '.join(names)} can be read; {names[0]}: {left_out[names[0]]}")
     return Found(
-        shown,
+        tuple(sources),
         tuple(found.task for found in data.values()),
         {name: _size(found) for name, found in data.items()},
         left_out,
@@ -201,7 +202,7 @@ def assumed_tasks(names: Sequence[str], amount: Downstream) -> Found:
             sum(min(examples, validation_limit or examples) for examples in validation),
             _TEXT_BYTES[task.name],
         )
-    return Found("none given, official sizes assumed", found, sizes)
+    return Found((), found, sizes)
 
 
 def _limited(data: TaskData, amount: Downstream) -> TaskData:

@@ -212,7 +212,7 @@ _RESULTS = {
 
 def _missing(results: Results) -> list[str]:
     plan = results.plan
-    lines = [f"- {sentence}" for sentence in plan.missing]
+    lines = [f"- {_without_places(sentence, results)}" for sentence in plan.missing]
     if plan.left_out:
         rows = ", ".join(f"{row.label} ({row.setting})" for row in plan.left_out)
         lines.append(f"- Left out at this scale: {rows}. The paper's setting of those rows is run by --scale full.")
@@ -227,6 +227,14 @@ def _missing(results: Results) -> list[str]:
         if cell.key not in failed:
             lines.append(f"- Not finished: {cell.title}. The same command goes on.")
     return [*lines, ""] if lines else []
+
+
+def _without_places(sentence: str, results: Results) -> str:
+    """The directories of --tasks by their names alone: the rest says where they were on one machine."""
+    found = results.plan.found
+    for source in found.sources if found is not None else ():
+        sentence = sentence.replace(source, Path(source).name)
+    return sentence
 
 
 def _differs(results: Results) -> list[str]:

@@ -1,7 +1,7 @@
-"""Runs the cells of a plan, in this process, resumably, sharing the work with any other process on the same directory.
+"""Runs the parts of a plan, in this process, resumably, sharing them with any other process on the same directory.
 
     OUT/ledger.jsonl    what is finished, with its results (ledger.py)
-    OUT/locks/          a lock per cell, held while it is worked on
+    OUT/locks/          a lock per part, held while it is worked on
     OUT/stores/         token stores made from text
     OUT/runs/           ordinary run directories, their names ending in the cell's key
     OUT/states/         of fine-tuning under way, for going on after a kill; removed when it is finished
@@ -18,6 +18,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from maelm_fast.data.token_store import MANIFEST_FILE, Manifest, TokenStore
 from maelm_fast.errors import UserError
 from maelm_fast.experiments.finetune import Worker, outcome
 from maelm_fast.experiments.plan import PRETRAINING, Cell, Plan, rank_stage, the_store_fits
-from maelm_fast.experiments.results import BASELINES
+from maelm_fast.experiments.results import BASELINES, Results
 from maelm_fast.experiments.scales import Corpus
 from maelm_fast.finetuning.run import Stopped as StoppedTraining
 from maelm_fast.training.hardware import choose_device
@@ -94,27 +95,72 @@ def _prepare_config(data: str, corpus: Corpus, out: Path) -> PrepareConfig:
     )
 
 
-def run_plan(plan: Plan, out: Path) -> None:
-    """Works until no cell of the plan is left undone or untried, by this process or another.
+Identity = tuple[str, str, str]
+"""Of a part, as the ledger has it: the cell's key, the stage, the hash of all that decides the result."""
 
-    Cells that fail are recorded in the ledger and do not stop the others. Raises Stopped after SIGTERM or SIGINT."""
-    ledger, runs = Ledger(out), plan.runs
+
+@dataclass(frozen=True)
+class Part:
+    """One stage of a cell. All but pretraining need that one first."""
+
+    cell: Cell
+    stage: str
+    config: str
+
+    @property
+    def identity(self) -> Identity:
+        return self.cell.key, self.stage, self.config
+
+
+def run_plan(plan: Plan, out: Path) -> None:
+    """Works until no part of the plan is left undone or untried since now, by this process or another.
+
+    Parts that fail are recorded in the ledger and cost only themselves; without its pretraining a cell has no more
+    parts. Raises Stopped after SIGTERM or SIGINT."""
+    ledger, since = Ledger(out), len(Ledger(out).rows())
     worker = Worker(plan.found, out) if plan.found is not None else None
-    waiting = list(runs)
     with _stops():
         if worker is not None:
             _baselines(plan, worker, ledger, out)
-        while waiting:
-            busy = []
-            for cell in waiting:
-                with lock(out / "locks" / f"{cell.key}.lock") as ours:
-                    if ours:
-                        _work(cell, ledger, out, f"[{runs.index(cell) + 1}/{len(runs)}]", worker)
-                    else:
-                        busy.append(cell)
-            if len(busy) == len(waiting):
+        _tell_finished(plan, ledger)
+        while waiting := _waiting(plan, *_ended(ledger, since)):
+            for part in waiting:
+                with lock(out / "locks" / f"{part.config}.lock") as ours:
+                    if ours and not any(part.identity in ended for ended in _ended(ledger, since)):
+                        _work(part, plan, ledger, out, worker)
+                if ours:
+                    break  # with a fresh look at what others have finished meanwhile
+            else:
                 time.sleep(_POLL_SECONDS)
-            waiting = busy
+
+
+def _ended(ledger: Ledger, since: int) -> tuple[set[Identity], set[Identity]]:
+    """(finished, failed). since: rows the ledger had when this process began; what failed before is tried again."""
+    finished, failed = set(), set()
+    for number, row in enumerate(ledger.rows()):
+        identity = row["key"], row["stage"], row["config"]
+        if "result" in row:
+            finished.add(identity)
+        elif number >= since:
+            failed.add(identity)
+    return finished, failed
+
+
+def _waiting(plan: Plan, finished: set[Identity], failed: set[Identity]) -> list[Part]:
+    """What can be taken up, or is being worked on by others, in order."""
+    waiting = []
+    for cell in plan.runs:
+        first, *rest = (Part(cell, stage, config) for stage, config in cell.stages.items())
+        parts = rest if first.identity in finished else [first]
+        waiting += [part for part in parts if part.identity not in finished | failed]
+    return waiting
+
+
+def _tell_finished(plan: Plan, ledger: Ledger) -> None:
+    unfinished = {cell.key for cell in Results(plan, ledger).unfinished()}
+    for number, cell in enumerate(plan.runs, start=1):
+        if cell.key not in unfinished:
+            print(f"[{number}/{len(plan.runs)}] {cell.title}: finished", flush=True)
 
 
 def _baselines(plan: Plan, worker: Worker, ledger: Ledger, out: Path) -> None:
@@ -127,37 +173,30 @@ def _baselines(plan: Plan, worker: Worker, ledger: Ledger, out: Path) -> None:
                 ledger.append({**row, "time": _now()})
 
 
-def _work(cell: Cell, ledger: Ledger, out: Path, place: str, worker: Worker | None) -> None:
-    """The stages of a cell that the ledger does not have. Its lock must be held. Without pretraining there is no more;
-    any other stage that fails costs only itself."""
-    done = {(row["stage"], row["config"]) for row in ledger.rows() if row["key"] == cell.key and "result" in row}
-    todo = [stage for stage in cell.stages.items() if stage not in done]
-    if not todo:
-        print(f"{place} {cell.title}: finished", flush=True)
-        return
+def _work(part: Part, plan: Plan, ledger: Ledger, out: Path, worker: Worker | None) -> None:
+    """Its lock must be held."""
+    cell, stage = part.cell, part.stage
+    place = f"[{plan.runs.index(cell) + 1}/{len(plan.runs)}] {cell.title}"
     run = run_dir(out, cell)
-    for stage, config in todo:
-        print(f"\n{place} {cell.title}: {stage}", flush=True)
-        row: dict[str, Any] = {"key": cell.key, "stage": stage, "config": config, "label": cell.row.label,
-                               "seed": cell.config.seed, "run": run.path.name}  # fmt: skip
-        try:
-            row["result"] = _stage(cell, stage, run, worker)
-        except Stopped:
-            raise
-        except UserError as error:
-            row["error"] = str(error)
-        except Exception as error:  # whatever it is must not cost the other stages their turn; the log has the trace
-            log.exception("%s: %s", cell.title, stage)
-            row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        ledger.append({**row, "time": _now()})
-        if "error" in row:
-            print(f"{place} {cell.title}: failed: {row['error']}", flush=True)
-            if stage == PRETRAINING:
-                return
-        elif stage in (unit.stage for unit in cell.units):
-            print(f"{place} {cell.title}: {outcome(row['result'])}", flush=True)
-        if worker is not None and worker.asked_to_stop:
-            raise Stopped
+    print(f"\n{place}: {stage}", flush=True)
+    row: dict[str, Any] = {"key": cell.key, "stage": stage, "config": part.config, "label": cell.row.label,
+                           "seed": cell.config.seed, "run": run.path.name}  # fmt: skip
+    try:
+        row["result"] = _stage(cell, stage, run, worker)
+    except Stopped:
+        raise
+    except UserError as error:
+        row["error"] = str(error)
+    except Exception as error:  # whatever it is must not cost the other parts their turn; the log has the trace
+        log.exception("%s: %s", cell.title, stage)
+        row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    ledger.append({**row, "time": _now()})
+    if "error" in row:
+        print(f"{place}: failed: {row['error']}", flush=True)
+    elif stage in (unit.stage for unit in cell.units):
+        print(f"{place}: {outcome(row['result'])}", flush=True)
+    if worker is not None and worker.asked_to_stop:
+        raise Stopped
 
 
 def _now() -> str:

@@ -152,25 +152,30 @@ OTHER_PROCESS = """
 import sys, time
 from pathlib import Path
 from maelm_fast.training.ledger import Ledger, lock
-out, mine, config, others = Path(sys.argv[1]), *sys.argv[2:]
-with lock(out / "locks" / f"{mine}.lock") as held:
-    print("held" if held else "not held", flush=True)
+out, held, rows, key, *stages = Path(sys.argv[1]), *sys.argv[2:]
+with lock(out / "locks" / f"{held}.lock") as ours:
+    print("held" if ours else "not held", flush=True)
     deadline = time.monotonic() + 60
-    while sum(row["key"] == others for row in Ledger(out).rows()) < 2 and time.monotonic() < deadline:
+    while len(Ledger(out).rows()) < int(rows) and time.monotonic() < deadline:
         time.sleep(0.05)
-    for stage, config in (pair.split("=") for pair in config.split(",")):
-        Ledger(out).append({"key": mine, "stage": stage, "config": config, "result": {}})
+    for stage, config in (pair.split("=") for pair in stages):
+        Ledger(out).append({"key": key, "stage": stage, "config": config, "result": {}})
 """
 
 
+@pytest.mark.parametrize("theirs", ["a run", "a measurement of it"])
 def test_what_another_process_works_on_is_left_to_it(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    theirs: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It holds the lock of its part until everything else is in the ledger."""
     plan = placed("fig5", store, tmp_path)
-    theirs, ours = plan.runs
-    stages = ",".join(f"{stage}={config}" for stage, config in theirs.stages.items())
+    first, second = plan.runs
+    parts = [(PRETRAINING, first.key), *((s, c) for s, c in first.stages.items() if s != PRETRAINING)]
+    parts = parts if theirs == "a run" else parts[1:]
+    everything = len(first.stages) + len(second.stages)
     other = subprocess.Popen(
-        [sys.executable, "-c", OTHER_PROCESS, str(tmp_path), theirs.key, stages, ours.key],
+        [sys.executable, "-c", OTHER_PROCESS, str(tmp_path), parts[0][1], str(everything - len(parts)), first.key,
+         *map("=".join, parts)],
         cwd=ROOT, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert other.stdout is not None
@@ -178,9 +183,27 @@ def test_what_another_process_works_on_is_left_to_it(
     monkeypatch.setattr(run, "_POLL_SECONDS", 0.05)
     run.run_plan(plan, tmp_path)
     assert other.wait(60) == 0
-    rows = Ledger(tmp_path).rows()
-    assert [row["key"] for row in rows] == [ours.key] * 2 + [theirs.key] * 2
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == [f"base-seed0-{ours.key}"]
+    rows = [(row["key"], row["stage"], row["config"]) for row in Ledger(tmp_path).rows()]
+    assert rows[-len(parts) :] == [(first.key, *part) for part in parts]
+    assert sorted(rows) == sorted((cell.key, *part) for cell in plan.runs for part in cell.stages.items())
+    assert len(list((tmp_path / "runs").iterdir())) == (1 if theirs == "a run" else 2)
+
+
+def test_what_fails_is_not_tried_again_until_the_next_command(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = placed("fig5", store, tmp_path)
+    first, second = plan.runs
+    Ledger(tmp_path).append({"key": second.key, "stage": PRETRAINING, "config": second.key, "error": "an old one"})
+
+    def another_process_fails(preset: str, config: Any, *_: object, **__: object) -> Any:
+        Ledger(tmp_path).append({"key": second.key, "stage": PRETRAINING, "config": second.key, "error": "theirs"})
+        raise UserError("ours")
+
+    monkeypatch.setattr(run, "pretrain", another_process_fails)
+    run.run_plan(plan, tmp_path)
+    rows = [(row["key"], row["error"]) for row in Ledger(tmp_path).rows()]
+    assert rows == [(second.key, "an old one"), (second.key, "theirs"), (first.key, "ours")]
 
 
 def test_a_plan_is_shown_and_nothing_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
