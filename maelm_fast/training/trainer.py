@@ -202,7 +202,10 @@ class Trainer:
 
     def _evaluate(self, metrics: Metrics, display: Display) -> None:
         progress, runtime = self.progress, self.config.runtime
-        result = evaluate(self.model, self._validation_batches(), self.device, self.autocast)
+        try:
+            result = evaluate(self.model, self._validation_batches(), self.device, self.autocast)
+        except RuntimeError as error:
+            raise _out_of_memory(error, runtime.micro_batch_size) from None
         unigram = self.validation.manifest.unigram_nats
         row = {
             "kind": "validation",

@@ -292,13 +292,14 @@ def test_a_damaged_checkpoint_further_on_does_not_crowd_out_what_is_saved(tmp_pa
 
 
 @pytest.mark.parametrize("message", ["DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory"])
+@pytest.mark.parametrize(("owner", "name"), [(trainer.TrainStep, "__call__"), (trainer, "evaluate")])
 def test_out_of_memory_names_the_setting_to_lower(
-    message: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, message: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
         raise RuntimeError(message)
 
-    monkeypatch.setattr(trainer.TrainStep, "__call__", full)
+    monkeypatch.setattr(owner, name, full)
     with pytest.raises(UserError, match=r"micro-batches of 5 sequences: lower runtime\.micro_batch_size"):
         pretrain("tiny", config(), str(store), str(tmp_path / "run"))
 
