@@ -1,7 +1,7 @@
 """What a sweep found: best cells, the paper's table, every run; all from the plan and the ledger.
 
-A task's best cell is the one with the highest median over its finished seeds of the task's metric on its first
-validation split; on a tie the one with more seeds, then the earlier in the grid.
+A task's best cell is, among those with the most finished seeds, the one with the highest median of the task's metric on
+its first validation split; on a tie the earlier in the grid. One lucky seed of a cell whose others failed does not win.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def find_best(sweep: Sweep, done: Done, model: Model, search: Search) -> Best | 
     if not cells:
         return None
 
-    def merit(number: int) -> tuple[float, int, int]:
-        return statistics.median(r["best"] for r in cells[number].values()), len(cells[number]), -number
+    def merit(number: int) -> tuple[int, float, int]:
+        return len(cells[number]), statistics.median(r["best"] for r in cells[number].values()), -number
 
     number = max(cells, key=merit)
     cell = next(cell for cell in search.cells if cell.number == number)
