@@ -31,6 +31,11 @@ def permutation(index: NDArray[np.int64], size: int, seed: int, epoch: int) -> N
     return ids.reshape(np.shape(index))
 
 
+def subset(count: int, size: int) -> NDArray[np.int64]:
+    """`count` of the ids [0, size), ascending: one pseudo-random choice for all, and a smaller one within a larger."""
+    return np.sort(permutation(np.arange(count), size, seed=0, epoch=0))
+
+
 def permutation_numpy(index: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """`permutation` of one row of places, without its check."""
     half = _half_bits(size)

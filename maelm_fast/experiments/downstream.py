@@ -10,10 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
-
 from maelm_fast.config import to_dict
-from maelm_fast.data.order import permutation
+from maelm_fast.data.order import subset
 from maelm_fast.errors import UserError
 from maelm_fast.experiments.scales import Downstream
 from maelm_fast.finetuning import tasks
@@ -25,9 +23,6 @@ from maelm_fast.finetuning.prompting.fewshot import SPLIT_SEEDS, FewShotConfig, 
 from maelm_fast.finetuning.prompting.run import MODES, Mode
 from maelm_fast.finetuning.prompting.templates import TEMPLATES
 from maelm_fast.finetuning.tasks import Task
-
-_SUBSET_SEED = 0  # of the validation examples that a scale takes
-
 
 _YES = (("yes", "no"), ("true", "false"))
 _NO = tuple((no, yes) for yes, no in _YES)
@@ -213,7 +208,7 @@ def _limited(data: TaskData, amount: Downstream) -> TaskData:
         if limit is None or limit >= len(split):
             return split
         notes.append(f"{name}: {limit:,} of its {len(split):,} examples, a fixed random choice")
-        return split.take(np.sort(permutation(np.arange(limit), len(split), _SUBSET_SEED, 0)))
+        return split.take(subset(limit, len(split)))
 
     train_limit, validation_limit = amount.limits(data.task)
     train = part("train", data.train, train_limit)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maelm_fast.config import require
-from maelm_fast.data.order import permutation
+from maelm_fast.data.order import subset
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.sources import TRAIN, find_tables, listed
 from maelm_fast.finetuning.tables import Table
@@ -28,7 +28,6 @@ _WHOLE = re.compile(r"[+-]?\d+")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)")
 _AS_FLOAT = re.compile(r"([+-]?\d+)\.0*")  # a whole number as it is written after its column had become floats
 _LARGEST = float(np.finfo(np.float32).max)  # scores are kept in fp32
-_SUBSET_SEED = 0  # of --limit: one subset for all, and a smaller one lies within a larger one
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def read_task(
     trained = examples.pop(TRAIN)
     if limit is not None and limit < len(trained):
         notes.append(f"train: {limit:,} of its {len(trained):,} examples, a fixed random choice (--limit)")
-        trained = trained.take(np.sort(permutation(np.arange(limit), len(trained), _SUBSET_SEED, 0)))
+        trained = trained.take(subset(limit, len(trained)))
     for split, part in {TRAIN: trained, **examples}.items():
         if isinstance(part, Examples) and task.kind == "classification":
             counts = np.bincount(part.labels, minlength=len(task.labels))

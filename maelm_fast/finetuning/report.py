@@ -29,7 +29,7 @@ from maelm_fast.analysis.gram import GramMatrix, rank_at
 from maelm_fast.analysis.inputs import evaluating
 from maelm_fast.analysis.plots import COLOURS, MARKERS, figure_of, grid, require_matplotlib
 from maelm_fast.analysis.plots import save as save_figure
-from maelm_fast.data.order import permutation
+from maelm_fast.data.order import subset
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.batches import evaluation_batches, token_batch
 from maelm_fast.finetuning.encoders import TextEncoder
@@ -69,7 +69,7 @@ class LayerRanks:
 def effective_ranks(encoder: TextEncoder, inputs: Inputs, device: torch.device, precision: str) -> LayerRanks:
     """On RANK_INPUTS of the inputs, the same ones every time (the paper's Figure 5b); not centred, as all our ranks."""
     count = min(len(inputs), RANK_INPUTS)
-    chosen = np.sort(permutation(np.arange(count), len(inputs), 0, 0))
+    chosen = subset(count, len(inputs))
     grams: list[GramMatrix] = []
     with evaluating(encoder):
         for indices in evaluation_batches([inputs.lengths[i] for i in chosen], EVALUATION_TOKENS):

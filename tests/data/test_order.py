@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from maelm_fast.data.order import permutation, permutation_numpy, samples_at
+from maelm_fast.data.order import permutation, permutation_numpy, samples_at, subset
 from maelm_fast.philox import Stream, fold_seed, philox4x32, position_words
 
 
@@ -59,6 +59,14 @@ def test_orders_stay_what_they_were(order: Callable[..., np.ndarray]) -> None:
     assert order(np.arange(2), 10**12 + 39, 2**63 - 1, 0).tolist() == [851148994838, 357813497148]
     assert fold_seed(7, 0) == 3595544800446187243
     assert fold_seed(7, 1, 100, 2) == 7157861868691803558
+
+
+def test_a_smaller_subset_lies_within_a_larger_one() -> None:
+    small, large = subset(7, 1001), subset(300, 1001)
+    assert small.tolist() == [367, 381, 551, 674, 908, 937, 987]
+    assert set(small) < set(large) < set(range(1001))
+    assert np.all(np.diff(large) > 0)
+    assert subset(5, 5).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_index_outside_is_refused() -> None:
