@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+from maelm_fast.errors import UserError
 
 
 @contextlib.contextmanager
@@ -31,3 +34,17 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def checksum(path: Path) -> str:
+    """SHA-256, hexadecimal. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def checksum_of_given(path: Path) -> str:
+    """Of a file that the user named. Raises UserError if it cannot be read."""
+    try:
+        return checksum(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None

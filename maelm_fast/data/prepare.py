@@ -35,7 +35,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from maelm_fast.config import require
-from maelm_fast.data.files import sync, written_aside
+from maelm_fast.data.files import checksum_of_given, sync, written_aside
 from maelm_fast.data.readers import Document, expand_inputs, identify, read_documents
 from maelm_fast.data.samples import Chunk, cut_blocks, cut_documents
 from maelm_fast.data.token_store import (
@@ -45,7 +45,6 @@ from maelm_fast.data.token_store import (
     Manifest,
     Split,
     SplitWriter,
-    file_sha256,
 )
 from maelm_fast.data.tokenizer import (
     MIN_VOCAB_SIZE,
@@ -280,7 +279,7 @@ def _with_checksums(plan: dict[str, Any], log: Log) -> dict[str, Any]:
     if size >= TELL_BYTES:
         log(f"checksums of the inputs: {size / 1e9:,.1f} GB")
     for key in INPUT_KEYS:
-        entries = [{**e, "sha256": file_sha256(Path(e["source"]))} if "bytes" in e else e for e in plan[key]]
+        entries = [{**e, "sha256": checksum_of_given(Path(e["source"]))} if "bytes" in e else e for e in plan[key]]
         plan = {**plan, key: entries}
     return plan
 
@@ -305,7 +304,7 @@ def _same_input(old: dict[str, Any], new: dict[str, Any], log: Log) -> bool:
     if source.name != Path(old["source"]).name:
         return False
     log(f"{source} is not where or not from when it was: comparing its checksum")
-    return bool(file_sha256(source) == old["sha256"])
+    return bool(checksum_of_given(source) == old["sha256"])
 
 
 def _require_unchanged(job: _Job) -> None:

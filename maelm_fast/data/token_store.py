@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 
 from maelm_fast import native
 from maelm_fast.config import require
-from maelm_fast.data.files import sync, written_aside
+from maelm_fast.data.files import checksum_of_given, sync, written_aside
 from maelm_fast.data.tokenizer import load_tokenizer, token_dtype, tokenizer_hash
 from maelm_fast.errors import UserError
 
@@ -227,7 +227,7 @@ class TokenStore:
         """Reads the split's shards whole and compares their checksums. Raises UserError naming the first bad one."""
         for shard in self.manifest.splits[self.split].shards:
             path = self.path / shard.name
-            require(file_sha256(path) == shard.sha256, f"{path} is damaged (checksum): {REMEDY}")
+            require(checksum_of_given(path) == shard.sha256, f"{path} is damaged (checksum): {REMEDY}")
 
 
 class SplitWriter:
@@ -277,19 +277,11 @@ class SplitWriter:
         path = self._shard_path()
         sync(path)
         samples, tokens = self._sizes
-        self.shards.append(Shard(path.name, samples, tokens, path.stat().st_size, file_sha256(path)))
+        self.shards.append(Shard(path.name, samples, tokens, path.stat().st_size, checksum_of_given(path)))
         self._file, self._sizes = None, [0, 0]
 
     def _shard_path(self) -> Path:
         return self._directory / f"{self._split}-{len(self.shards):05d}.arrow"
-
-
-def file_sha256(path: Path) -> str:
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _open_shard(directory: Path, shard: Shard, dtype: np.dtype) -> list[pa.ListArray]:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from maelm_fast.config import to_dict
+from maelm_fast.data.files import checksum_of_given
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, SpanExamples, TaskData
-from maelm_fast.training.files import checksum
 from maelm_fast.training.rundir import RunDir
 
 NOT_DECIDING = ("device", "precision", "micro_batch_tokens")
@@ -64,7 +64,7 @@ def model_fingerprint(path: str | Path, step: int | None = None, random_init: bo
     if run.exists:
         _, config = run.read_config()
         weights = None if step is None else _model_checksum(run.checkpoint(step))
-        return digest("run", to_dict(config.model), _checksum(run.tokenizer_file), weights)
+        return digest("run", to_dict(config.model), checksum_of_given(run.tokenizer_file), weights)
     if not Path(path).is_dir():
         raise UserError(f"{path}: no such directory")
     files = sorted(file for file in Path(path).iterdir() if file.is_file())
@@ -74,7 +74,7 @@ def model_fingerprint(path: str | Path, step: int | None = None, random_init: bo
         files = [f for f in files if f.suffix in _DESCRIPTIONS and not f.name.endswith(_ABOUT_WEIGHTS)]
     else:
         files = [f for f in files if f.suffix in (*_DESCRIPTIONS, *_WEIGHTS)]
-    return digest("huggingface", random_init, {file.name: _checksum(file) for file in files})
+    return digest("huggingface", random_init, {file.name: checksum_of_given(file) for file in files})
 
 
 def data_fingerprint(data: TaskData) -> str:
@@ -99,10 +99,3 @@ def _model_checksum(checkpoint: Path) -> str:
         return str(json.loads((checkpoint / "checksums.json").read_text(encoding="utf-8"))["model.safetensors"])
     except (OSError, ValueError, KeyError):
         raise UserError(f"{checkpoint}: damaged: checksums.json cannot be read; choose another step") from None
-
-
-def _checksum(file: Path) -> str:
-    try:
-        return checksum(file)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from None

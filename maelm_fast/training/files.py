@@ -5,7 +5,6 @@ A file is written aside, flushed to disk and renamed; a directory likewise, with
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -15,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from maelm_fast.data.files import sync, written_aside
+from maelm_fast.data.files import checksum, sync, written_aside
 
 CHECKSUMS = "checksums.json"
 
@@ -67,8 +66,3 @@ def damage(path: Path) -> str | None:
         except OSError:
             return f"{name} is missing"
     return None
-
-
-def checksum(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
