@@ -28,7 +28,7 @@ from maelm_fast.experiments.cost import (
 )
 from maelm_fast.experiments.downstream import Files, assumed_tasks, find_tasks
 from maelm_fast.experiments.figures import draw
-from maelm_fast.experiments.plan import Plan, make_plan
+from maelm_fast.experiments.plan import Cell, Plan, make_plan
 from maelm_fast.experiments.report import FIGURE, report
 from maelm_fast.experiments.results import Results
 from maelm_fast.experiments.run import Stopped, is_store, manifests, place_data, run_dir, run_plan, store_path
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     plan = _with_tasks(plan, options, only_shown)
     if data and (not only_shown or is_store(data) or _prepared(plan, out)):
         plan = place_data(plan, data, out)
-    print("\n".join(_shown(plan, data, Ledger(out))), flush=True)
+    print("\n".join(_shown(plan, data, out)), flush=True)
     if only_shown:
         if not options.plan:
             print(f"\nonly planned: scale {scale.name} starts when --run is given")
@@ -130,18 +130,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _shown(plan: Plan, data: str | None, ledger: Ledger) -> Iterator[str]:
+def _shown(plan: Plan, data: str | None, out: Path) -> Iterator[str]:
     """The plan in lines: every run with what it costs, and the sum of what is not finished."""
     length = _mean_length(plan)
     yield f"{plan.experiment.title}; scale {plan.scale.name}: {plan.scale.about}"
     yield f"data: {data or 'none given'}" + (", not prepared yet" if data and not plan.cells[0].data else "")
     yield f"{'run':42}{'seed':>5}{'updates':>11}{'tokens':>9}{'FLOP':>11}{'about':>10}"
-    results = Results(plan, ledger)
+    results = Results(plan, Ledger(out))
     unfinished = [cell.key for cell in results.unfinished(units=False)]
     rate = rate_for(plan)
     everything, seconds = Cost(), 0.0
     for cell in plan.runs:
-        one, left = cost(cell, length), cost(cell, length, pretrained=results.pretraining(cell) is not None)
+        one, left = cost(cell, length), cost(cell, length, _updates_done(cell, results, out))
         everything += one
         finished = cell.key not in unfinished
         time = 0.0 if finished else left.flops / rate.flops_per_s[cell.row.setting]
@@ -163,6 +163,13 @@ def _shown(plan: Plan, data: str | None, ledger: Ledger) -> Iterator[str]:
     yield f"rate: {rate.source}"
     for sentence in plan.missing:
         yield f"missing: {sentence}"
+
+
+def _updates_done(cell: Cell, results: Results, out: Path) -> int:
+    """By the newest checkpoint, unless the run is finished."""
+    if results.pretraining(cell) is not None:
+        return cell.config.optim.max_steps
+    return max(run_dir(out, cell).steps(), default=0)
 
 
 def _shown_units(plan: Plan, results: Results, rate: Rate) -> Iterator[str]:

@@ -56,23 +56,22 @@ class Rate:
     source: str
 
 
-def cost(cell: Cell, mean_length: float | None = None, pretrained: bool = False) -> Cost:
-    """Of pretraining and the effective ranks; pretrained: of the ranks alone. mean_length: tokens of a training sample
-    on average (None: full sequences)."""
+def cost(cell: Cell, mean_length: float | None = None, updates_done: int = 0) -> Cost:
+    """Of pretraining and the effective ranks. mean_length: tokens of a training sample on average (None: full
+    sequences). updates_done: what is left after so many."""
     config, length = cell.config, round(mean_length or cell.corpus.seq_len)
     with torch.device("meta"):
         model = MaeLm(config.model)
     batch = _random_batch(config, model, 1, length)
     per_sample = training_flops(config.model, batch.lengths, batch.decoder_lengths, batch.masked_lengths)
     optim, runtime, m = config.optim, config.runtime, config.model
-    trained = optim.max_steps * optim.batch_size
-    evaluated = -(-optim.max_steps // runtime.eval_every) * runtime.eval_samples
+    updates = optim.max_steps - updates_done
+    trained = updates * optim.batch_size
+    evaluated = -(-updates // runtime.eval_every) * runtime.eval_samples
     gram = 2 * length * m.hidden_size**2 * (m.num_layers + 1)
     ranks = len(cell.rank_steps) * cell.rank_samples * 3 * (per_sample / 3 + gram)  # three inputs to the encoder
-    if pretrained:
-        return Cost(flops=ranks)
     parameters = sum(p.numel() for p in model.parameters())
-    saved = -(-optim.max_steps // runtime.save_every)
+    saved = -(-updates // runtime.save_every)
     return Cost(trained * length, trained * per_sample + evaluated * per_sample / 3 + ranks, saved * parameters * 12)
 
 

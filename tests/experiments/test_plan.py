@@ -48,7 +48,9 @@ def test_every_row_is_a_run_of_its_own(name: str, scale: str) -> None:
 def test_tokens_add_up(scale: str, tokens: int) -> None:
     pair = plan("fig5", scale, seeds=2)
     assert [cost(cell).tokens for cell in pair.runs] == [tokens] * 4
-    ranks = cost(pair.runs[0], pretrained=True)
+    updates = pair.runs[0].config.optim.max_steps
+    assert cost(pair.runs[0], updates_done=updates // 4).tokens == tokens * 3 / 4
+    ranks = cost(pair.runs[0], updates_done=updates)
     assert (ranks.tokens, ranks.disk) == (0, 0)
     assert 0 < ranks.flops < cost(pair.runs[0]).flops / 2
     assert cost(pair.runs[0], mean_length=10).tokens == tokens / scales.get(scale).settings["base"].corpus.seq_len * 10

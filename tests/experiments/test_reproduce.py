@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -121,6 +122,13 @@ def test_a_signal_saves_and_the_same_command_goes_on(
         assert main(command("fig1", store, tmp_path / "cut")) == 0
     assert Ledger(tmp_path / "cut").rows() == []
     assert "stopped with 1 of 1 runs unfinished" in capsys.readouterr().out
+    monkeypatch.setattr("maelm_fast.experiments.cost.measured_rate", lambda config: 1.0)
+    days = []
+    for out in (tmp_path / "new", tmp_path / "cut"):
+        assert main(command("fig1", store, out, "--plan")) == 0
+        (shown,) = re.findall(r"1 unfinished, about ([\d,]+) days", capsys.readouterr().out)
+        days.append(int(shown.replace(",", "")))
+    assert 0 < days[1] < 0.8 * days[0]
     assert main(command("fig1", store, tmp_path / "cut")) == 0
     assert "going on from step " in capsys.readouterr().out
     keys = ("val_loss", "step", "tokens")
