@@ -1,4 +1,4 @@
-"""Files that are complete or absent: written aside, flushed to disk and renamed."""
+"""Files that are complete or absent: written aside, flushed to disk and renamed. Checksums of files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def checksum(path: Path) -> str:
 
 
 def checksum_of_given(path: Path) -> str:
-    """Of a file that the user named. Raises UserError if it cannot be read."""
+    """SHA-256 of a file that a person named or keeps. Raises UserError if it cannot be read."""
     try:
         return checksum(path)
     except OSError as error:

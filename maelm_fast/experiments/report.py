@@ -232,8 +232,9 @@ def _missing(results: Results) -> list[str]:
 def _without_places(sentence: str, results: Results) -> str:
     """The directories of --tasks by their names alone: the rest says where they were on one machine."""
     found = results.plan.found
-    for source in found.sources if found is not None else ():
-        sentence = sentence.replace(source, Path(source).name)
+    for place in map(Path, found.sources if found is not None else ()):
+        if place.is_dir() and place.name:  # not hub, not "."
+            sentence = sentence.replace(str(place), place.name)
     return sentence
 
 

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from maelm_fast import presets
 from maelm_fast.cli.main import main
 from maelm_fast.errors import UserError
 from maelm_fast.experiments import catalogue, downstream, finetune, run, scales
+from maelm_fast.experiments import report as module_of_report
 from maelm_fast.experiments.catalogue import GLUE
 from maelm_fast.experiments.cost import unit_cost
 from maelm_fast.experiments.downstream import Files, FineTuning, Prompting, assumed_tasks, find_tasks
@@ -350,6 +352,13 @@ def test_a_task_that_fails_costs_only_itself(
     assert written["SQuAD EM"] == f"{statistics.median(exact):.1f} [{min(exact):.1f}, {max(exact):.1f}]"
     assert "| base | random initialisation | " in text
     assert "| no encoder | majority class, mean, no answer | " in text
+
+
+def test_places_of_tasks_are_named_by_their_last_part(tasks: Path) -> None:
+    found: Any = SimpleNamespace(sources=(str(tasks), ".", "hub"))
+    results: Any = SimpleNamespace(plan=SimpleNamespace(found=found))
+    said = module_of_report._without_places(f"RTE: {tasks} has no folder rte. The hub neither.", results)
+    assert said == f"RTE: {tasks.name} has no folder rte. The hub neither."
 
 
 def test_table_7_in_little(store: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,8 +178,7 @@ def test_what_another_process_works_on_is_left_to_it(
     """It holds the lock of its part until everything else is in the ledger."""
     plan = placed("fig5", store, tmp_path)
     first, second = plan.runs
-    parts = [(PRETRAINING, first.key), *((s, c) for s, c in first.stages.items() if s != PRETRAINING)]
-    parts = parts if theirs == "a run" else parts[1:]
+    parts = list(first.stages.items())[0 if theirs == "a run" else 1 :]
     everything = len(first.stages) + len(second.stages)
     other = subprocess.Popen(
         [sys.executable, "-c", OTHER_PROCESS, str(tmp_path), parts[0][1], str(everything - len(parts)), first.key,
