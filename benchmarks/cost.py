@@ -124,8 +124,8 @@ def masked_lengths(config: ModelConfig, original: Sequence[int], rate: float) ->
 @dataclass(frozen=True)
 class Step:
     """What is counted. device: cuda or cpu, which decides the backends; precision: bf16 (autocast) or fp32. Raises
-    UserError for the decoders of the ablations, and on a CPU where the compiled attention cannot run, which are not
-    counted."""
+    UserError for the decoders of the ablations, and on a CPU for bf16 and where the compiled attention cannot run, which
+    are not counted."""
 
     config: ModelConfig
     lengths: Lengths
@@ -141,7 +141,8 @@ class Step:
         same = (own.hidden_size, own.num_heads) == (c.hidden_size, c.num_heads)
         require(same, "a decoder of another width or other heads than the encoder's is not counted")
         if self.device == "cpu":
-            q = torch.empty(0, c.num_heads, c.head_dim, dtype=DTYPES[self.precision])
+            require(self.precision == "fp32", "a CPU's step is counted in fp32 only")
+            q = torch.empty(0, c.num_heads, c.head_dim)
             reasons = "; ".join(native.reasons(q, q, q))
             require(not reasons, f"a CPU's step is counted with the compiled attention only: {reasons}")
 

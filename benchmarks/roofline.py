@@ -12,7 +12,7 @@ stand behind is called a projection. Where a step of the same model and setting 
 Attention on a GPU: PyTorch's or flash-attn's kernels at the rate that was observed for them; ours by the slowest of
 matrix units, exponentials and instruction slots, counted in kernels/README.md for 435 kept of 512 positions, and of
 that the share which FlashAttention-2 reaches of such a limit. On a CPU: the compiled one (csrc/ops/attention.cpp) at
-the rate measured on sequences of that very shape; where it cannot run (no extension, bf16) there is no prediction.
+the rate measured on sequences of that very shape; without the extension, and in bf16, there is no prediction.
 """
 
 from __future__ import annotations

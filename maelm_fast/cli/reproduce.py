@@ -41,7 +41,7 @@ REPORT_FILE = "REPORT.md"
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     scale = scales.get(options.scale)
-    plan = make_plan(catalogue.get(options.experiment), scale, options.seeds, options.updates)
+    plan = make_plan(catalogue.get(options.experiment), scale, options.seeds, options.updates, options.rows)
     data = options.data or scale.text
     out = Path(options.out or f"reproduction-{scale.name}")
 
@@ -123,6 +123,8 @@ def _parser() -> argparse.ArgumentParser:
             "with commas between them, if they are not named so")  # fmt: skip
     add("--out", metavar="DIR", help="where everything goes; experiments in one directory share runs (default: "
         "reproduction-SCALE)")  # fmt: skip
+    add("--rows", **several, default=[], metavar="ROW", help="of fig4 and table2, only these rows, by their names in "
+        "the plan: --rows 0 0.5 (default: all)")  # fmt: skip
     add("--seeds", type=int, default=1, metavar="N", help="pretrain every model with seeds 0 to N-1 (default: 1)")
     add("--updates", type=int, metavar="N", help="of every run (default: the scale's)")
     add("--plan", "--dry-run", action="store_true", help="show the plan and its cost, and stop")
@@ -154,6 +156,8 @@ def _shown(plan: Plan, data: str | None, out: Path) -> Iterator[str]:
         yield f"{repeated} more rows share a run with one of these"
     for row in plan.left_out:
         yield f"left out at this scale: {row.label} ({row.setting})"
+    if plan.not_asked_for:
+        yield f"not asked for: {'; '.join(row.label for row in plan.not_asked_for)}"
     yield (
         f"{len(plan.runs)} runs, {short_number(everything.tokens)} tokens, {everything.flops:.2e} FLOP, "
         f"{everything.disk / 1e9:,.2f} GB of checkpoints; {len(unfinished)} unfinished, about {duration(seconds)}"

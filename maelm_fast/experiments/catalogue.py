@@ -54,6 +54,11 @@ class Experiment:
         return self.use == "checkpoints"
 
     @property
+    def separable(self) -> bool:
+        """Whether each row says something without the others: ablations and sweeps, which are long."""
+        return len(self.rows) > 3
+
+    @property
     def one_task(self) -> bool:
         """Whether the first of the tasks that is there is the only one."""
         return self.use in ("checkpoints", "ranks")

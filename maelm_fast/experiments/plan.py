@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -95,7 +97,12 @@ class Plan:
 
     @property
     def rows(self) -> list[Row]:
-        return [row for row in self.experiment.rows if row not in self.left_out]
+        return list(dict.fromkeys(cell.row for cell in self.cells))
+
+    @property
+    def not_asked_for(self) -> list[Row]:
+        """Rows that --rows did not name."""
+        return [row for row in self.experiment.rows if row not in (*self.rows, *self.left_out)]
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -165,17 +172,28 @@ class Plan:
         return dataclasses.replace(self, cells=tuple(placed(cell) for cell in self.cells))
 
 
-def make_plan(experiment: Experiment, scale: Scale, seeds: int = 1, updates: int | None = None) -> Plan:
-    """updates: of every run, instead of the scale's own number."""
+def make_plan(
+    experiment: Experiment, scale: Scale, seeds: int = 1, updates: int | None = None, labels: Sequence[str] = ()
+) -> Plan:
+    """updates: of every run, instead of the scale's own number. labels: of the only rows wanted; empty: all.
+
+    Raises UserError for labels that are not there, or of an experiment that is about all of its rows."""
     require(seeds >= 1, f"--seeds must be at least 1, not {seeds}")
     require(updates is None or updates >= 2, f"--updates must be at least 2, not {updates}")
     rows = [row for row in experiment.rows if row.setting in scale.settings]
+    left_out = tuple(row for row in experiment.rows if row not in rows)
+    if labels:
+        require(experiment.separable, f"{experiment.name} needs all of its rows: leave out --rows")
+        known = [row.label for row in rows]
+        unknown = [label for label in labels if label not in known]
+        require(not unknown, f"{experiment.name} has no row {shlex.join(unknown)}; its rows: {shlex.join(known)}")
+        rows = [row for row in rows if row.label in labels]
     cells = tuple(
         _cell(row, scale, scale.settings[row.setting], seed, updates, experiment.every_checkpoint)
         for row in rows
         for seed in range(seeds)
     )
-    return Plan(experiment, scale, cells, tuple(row for row in experiment.rows if row not in rows), seeds)
+    return Plan(experiment, scale, cells, left_out, seeds)
 
 
 def _cell(row: Row, scale: Scale, setting: Setting, seed: int, updates: int | None, every_checkpoint: bool) -> Cell:

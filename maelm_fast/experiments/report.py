@@ -216,6 +216,8 @@ def _missing(results: Results) -> list[str]:
     if plan.left_out:
         rows = ", ".join(f"{row.label} ({row.setting})" for row in plan.left_out)
         lines.append(f"- Left out at this scale: {rows}. The paper's setting of those rows is run by --scale full.")
+    if plan.not_asked_for:
+        lines.append(f"- Not asked for (`--rows`): {'; '.join(row.label for row in plan.not_asked_for)}.")
     lines += [f"- Failed: {cell.title}, {stage}: {error}" for cell, stage, error in results.errors()]
     for one, other in results.equal_losses():
         lines.append(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -20,7 +22,7 @@ from maelm_fast.experiments.results import pretraining_input
 RUNS = {"fig1": 1, "fig3": 2, "fig4": 5, "fig5": 2, "fig6": 1, "table1": 2, "table2": 14, "table6": 2, "table7": 2}
 
 
-def plan(experiment: str, scale: str = "smoke", **options: int) -> Plan:
+def plan(experiment: str, scale: str = "smoke", **options: Any) -> Plan:
     return make_plan(catalogue.get(experiment), scales.get(scale), **options)
 
 
@@ -39,6 +41,25 @@ def test_every_row_is_a_run_of_its_own(name: str, scale: str) -> None:
         assert cell.rank_steps[-1] == last
         assert runtime.eval_every == runtime.save_every
         assert len(cell.stages) == 1 + len(cell.rank_steps)
+
+
+def test_rows_that_are_asked_for() -> None:
+    whole, some = plan("fig4", seeds=2), plan("fig4", seeds=2, labels=["0.5", "0"])
+    assert [row.label for row in some.rows] == ["0", "0.5"]
+    assert [row.label for row in some.not_asked_for] == ["0.25", "0.75", "1"]
+    assert {cell.key for cell in some.runs} < {cell.key for cell in whole.runs}
+    assert len(some.runs) == 4
+    assert (whole.not_asked_for, some.left_out) == ([], ())
+    with pytest.raises(UserError, match=r"fig4 has no row 0\.3 MLM; its rows: 0 0\.25 0\.5 0\.75 1"):
+        plan("fig4", labels=["0.5", "0.3", "MLM"])
+    with pytest.raises(UserError, match="fig5 needs all of its rows: leave out --rows"):
+        plan("fig5", labels=["MLM"])
+
+
+@pytest.mark.parametrize("name", ["fig4", "table2"])
+def test_rows_have_names_of_their_own(name: str) -> None:
+    labels = [row.label for row in EXPERIMENTS[name].rows]
+    assert len(set(labels)) == len(labels)
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,10 @@ def test_a_plan_is_shown_and_nothing_written(tmp_path: Path, capsys: pytest.Capt
     shown = capsys.readouterr().out
     assert "only planned: scale full starts when --run is given" in shown
     assert "131.1B" in shown
+    assert main(["reproduce", "fig4", "--scale", "smoke", "--rows", "0.5", "0", "--plan", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "2 runs" in shown
+    assert "not asked for: 0.25; 0.75; 1" in shown
     assert not out.exists()
 
 
@@ -234,6 +238,7 @@ def test_a_plan_is_shown_and_nothing_written(tmp_path: Path, capsys: pytest.Capt
         ("fig1 --scale tiny", "unknown scale 'tiny'"),
         ("fig1", "--scale"),
         ("fig1 --scale smoke --seeds 0", "--seeds must be at least 1"),
+        ("table2 --scale smoke --rows MAE", "its rows: 'MAE-LM base' 'enc. w. [MASK] (i.e., MLM)'"),
         ("fig1 --scale cpu --out {out}", "--data is needed at scale cpu"),
         ("fig1 --scale smoke --data {out}/none --out {out}/out", "none does not exist"),
         ("fig1 --scale smoke --data {empty} --out {out}/out", "neither a token store nor a directory of text"),
@@ -317,6 +322,15 @@ def test_every_report_and_figure(name: str, store: Path, tmp_path: Path) -> None
         assert value in text, value
     draw(results, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_a_report_says_which_rows_were_not_asked_for(store: Path, tmp_path: Path) -> None:
+    plan = make_plan(catalogue.get("fig4"), scales.get("smoke"), updates=UPDATES, labels=["0", "0.5"])
+    plan = run.place_data(plan, str(store), tmp_path)
+    lines = report(Results(plan, Ledger(tmp_path)), run.manifests(plan), {}).splitlines()
+    assert "- Not asked for (`--rows`): 0.25; 0.75; 1." in lines
+    rows = [line for line in lines if line.startswith("| 0")]
+    assert [row.split(" | ")[0] for row in rows] == ["| 0", "| 0.5"]
 
 
 def test_rows_that_do_not_differ_are_called_out(store: Path, tmp_path: Path) -> None:

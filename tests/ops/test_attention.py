@@ -553,10 +553,12 @@ def test_lists_of_tiles_start_with_the_longest() -> None:
     assert listed.tolist() == [[1, 0], [3, 0], [3, 32], [0, 0], [0, 32], [0, 64]]
 
 
-def check_native(queries: Layout, keys: Layout | None = None, reach: int = 11, **arguments: Any) -> None:
+def check_native(
+    queries: Layout, keys: Layout | None = None, reach: int = 11, dtype: torch.dtype = torch.float32, **arguments: Any
+) -> None:
     """As check_kernel; the compiled code's own memory is full of NaN too."""
     with deterministic():
-        check_kernel(queries, keys, reach, torch.float32, backend="native", **arguments)
+        check_kernel(queries, keys, reach, dtype, backend="native", **arguments)
 
 
 @compiled
@@ -573,6 +575,15 @@ def test_native(reach: int, p: float) -> None:
 @pytest.mark.parametrize("step", [0, 1, 2])
 def test_native_head_dims_and_strides(dim: int, step: int) -> None:
     check_native(gapped([5, 35]), p=0.1, dim=dim, step=step)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_native_half_precision(dtype: torch.dtype, step: int) -> None:
+    check_native(gapped([1, 33, 0, 90]), dtype=dtype, step=step)
+    check_native(gapped([3, 0, 17]), gapped([70, 0, 7], seed=1), dtype=dtype, p=0.2, step=step)
+    check_native(gapped([0, 3]), gapped([0, 0]), dtype=dtype)
 
 
 @compiled
@@ -690,10 +701,10 @@ def test_native_checks_the_line_before_it_is_read(line: Tensor) -> None:
 
 
 @compiled
-@pytest.mark.parametrize("p", [0.0, 0.3])
-def test_native_opcheck(p: float) -> None:
+@pytest.mark.parametrize(("p", "dtype"), [(0.0, torch.float32), (0.3, torch.float32), (0.3, torch.bfloat16)])
+def test_native_opcheck(p: float, dtype: torch.dtype) -> None:
     layout = gapped([3, 5])
-    q, k, v = torch.randn(8, 3, HEADS, 16).unbind(1)
+    q, k, v = torch.randn(8, 3, HEADS, 16, dtype=dtype).unbind(1)
     line, seed = torch.randn(HEADS, 2 * POSITIONS - 1), seed_tensor() if p else None
     rest = (*(layout.cu_seqlens,) * 2, *(layout.positions,) * 2)
     ops = torch.ops.maelm_fast
@@ -724,9 +735,8 @@ def test_native_says_what_it_cannot_take() -> None:
         attention(q, q, q, layout, backend="native")
     assert attention(q, q, q, layout).shape == q.shape  # auto takes another
     q = torch.randn(4, 2, 32)
-    for dtype in (torch.bfloat16, torch.float64):
-        with pytest.raises(UserError, match=r"it takes fp32"):
-            attention(*(q.to(dtype),) * 3, layout, backend="native")
+    with pytest.raises(UserError, match=r"dtype float64 \(it takes fp32, bf16 and fp16\)"):
+        attention(*(q.double(),) * 3, layout, backend="native")
     with pytest.raises(RuntimeError, match="positions must lie in"):
         attention(q, q, q, AttentionLayout(layout_of([4], torch.tensor([-1, 0, 1, 2], dtype=torch.int32))),
                   PositionBias(torch.zeros(2, 3)), backend="native")  # fmt: skip

@@ -1,6 +1,7 @@
 """The compiled attention for the CPU (csrc/ops/attention.cpp): scores stay in the core's caches, forward and backward.
 
-Only fp32. The bias is looked up by distance as it goes, so nothing is written out for all pairs.
+It computes in fp32; bf16 and fp16 are widened and rounded at its edges. The bias is looked up by distance as it goes,
+so nothing is written out for all pairs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from maelm_fast.ops.registration import Direction, native_reason, register
+from maelm_fast.ops import dispatch
+from maelm_fast.ops.registration import Direction, register
 
 if TYPE_CHECKING:
     from maelm_fast.ops.attention import AttentionLayout, PositionBias
@@ -19,12 +21,7 @@ HEAD_DIMS = (16, 32, 64, 128)
 
 
 def reasons(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
-    if reason := native_reason("attention", q.device.type):
-        return [reason]
-    found = []
-    wrong = {str(t.dtype).removeprefix("torch.") for t in (q, k, v) if t.dtype != torch.float32}
-    if wrong:
-        found.append(f"dtype {', '.join(sorted(wrong))} (it takes fp32)")
+    found = dispatch.native_reasons("attention", q, k, v)
     if q.shape[-1] not in HEAD_DIMS:
         found.append(f"head_dim {q.shape[-1]} (it takes {', '.join(map(str, HEAD_DIMS[:-1]))} and {HEAD_DIMS[-1]})")
     return found
@@ -50,7 +47,7 @@ def attention(
 
 
 def _fake_fwd(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]))
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
 def _fake_bwd(
