@@ -124,8 +124,8 @@ def masked_lengths(config: ModelConfig, original: Sequence[int], rate: float) ->
 @dataclass(frozen=True)
 class Step:
     """What is counted. device: cuda or cpu, which decides the backends; precision: bf16 (autocast) or fp32. Raises
-    UserError for the decoders of the ablations, and on a CPU for bf16 and where the compiled attention cannot run, which
-    are not counted."""
+    UserError for what is not counted: the decoders of the ablations; on a CPU bf16, and any step without the compiled
+    attention."""
 
     config: ModelConfig
     lengths: Lengths

@@ -220,9 +220,12 @@ def test_inputs_that_change_while_they_are_read(text, monkeypatch):
 
 
 def test_a_whole_store_that_is_only_not_renamed_yet(text, monkeypatch):
+    def interrupted(*_):  # as by SIGINT, which a shell's background jobs ignore
+        raise KeyboardInterrupt
+
     prepare(configure(text, "other"))
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr(os, "rename", interrupted)
         with pytest.raises(KeyboardInterrupt):
             prepare(configure(text))
     fails(r"was begun differently \(seed\)", configure(text, seed=1))

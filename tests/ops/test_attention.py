@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -368,6 +368,7 @@ def test_kernel_with_nothing_to_do() -> None:
     lengths=st.lists(st.integers(0, 50), min_size=1, max_size=3), reach=st.integers(0, 127),
     p=st.sampled_from([0.0, 0.4]), seed=st.integers(0, 99),
 )  # fmt: skip
+@example(lengths=[36], reach=115, p=0.4, seed=45)  # the kernel's grad_v of 2.72 goes to the farther bf16 number
 def test_kernel_on_random_layouts(lengths: list[int], reach: int, p: float, seed: int) -> None:
     check_kernel(gapped(lengths, seed), None, reach, torch.bfloat16, p)
 

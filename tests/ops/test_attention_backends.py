@@ -354,6 +354,9 @@ def test_torch_is_asked_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "has no torch.nn.attention.varlen" in torch_varlen._lacking()[0]
 
 
+compiled = pytest.mark.skipif(not native.has("attention", "cpu"), reason=native.why_not("cpu"))
+
+
 @pytest.mark.usefixtures("everything")
 @pytest.mark.parametrize(
     ("arguments", "choice"),
@@ -364,12 +367,8 @@ def test_torch_is_asked_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"dtype": torch.float32}, "flex"),
         ({"dtype": torch.float32, "bias": True}, "flex"),
         ({"dtype": torch.float32, "dropout_p": 0.1}, "grouped"),
-        ({"device": "cpu"}, "grouped"),
-        pytest.param(
-            {"device": "cpu", "dtype": torch.float32, "bias": True},
-            "native",
-            marks=pytest.mark.skipif(not native.has("attention", "cpu"), reason=native.why_not("cpu")),
-        ),
+        pytest.param({"device": "cpu"}, "native", marks=compiled),
+        pytest.param({"device": "cpu", "dtype": torch.float32, "bias": True}, "native", marks=compiled),
         ({"device": "cpu", "dtype": torch.float64}, "grouped"),
     ],
 )
