@@ -99,7 +99,8 @@ def _by_layer(axis: Any, lines: Sequence[tuple[str, list[list[int]]]], first_col
     axis.set_ylabel("0.9-effective rank (dimensions)")
     axis.xaxis.set_major_locator(MaxNLocator(nbins=13, integer=True))
     axis.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.set_ylim(bottom=0)
+    largest = max((rank for _, seeds in lines for ranks in seeds for rank in ranks), default=1)
+    axis.set_ylim(0, 1.06 * largest)  # matplotlib's own margin cuts the highest marks
     grid(axis)
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
 
