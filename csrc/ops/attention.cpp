@@ -1,7 +1,7 @@
 // Attention over packed sequences on the CPU, forward and backward. A (sequence, head) is one piece of work: its
 // keys and values are first copied into panels (panels.h); the scores of a block of queries never leave the L1 and L2
 // caches. The backward pass computes them again. All of it is in fp32: bf16 and fp16 are widened before and rounded
-// after, which takes a few hundredths of the time.
+// after.
 //
 // Everything that is summed is summed in an order that depends on the lengths alone, never on the number of threads.
 
@@ -128,7 +128,8 @@ struct Call {
   }
 
   static Tensor rows(const Tensor& x, const char* name) {
-    require(x.dim() == 3 && is_float(x), kOp, ": ", name, " must be fp32, bf16 or fp16 of shape (rows, heads, head_dim)");
+    require(x.dim() == 3 && is_float(x), kOp, ": ", name,
+            " must be fp32, bf16 or fp16 of shape (rows, heads, head_dim)");
     const Tensor wide = torch::stable::to(x, ScalarType::Float);
     return wide.stride(2) == 1 ? wide : torch::stable::contiguous(wide);
   }

@@ -1,7 +1,8 @@
 """Attention over packed rows with nothing but PyTorch: sequences of like length are stacked and computed together.
 
-The CPU's path, and the portable one. Full sequences with a fixed mask count all have one length and form one group
-without a copy. Others are padded, within a group, to the longest of at most 64 tokens' difference.
+The portable path, and a CPU's where the compiled attention (native.py) is not there or cannot run. Full sequences with
+a fixed mask count all have one length and form one group without a copy. Others are padded, within a group, to the
+longest of at most 64 tokens' difference.
 
 Without bias and dropout a group is one call of scaled_dot_product_attention. With either, PyTorch would keep several
 (group, heads, Lq, Lk) tensors for the backward pass; here a chunk of sequences that fits in the cache is finished
