@@ -50,7 +50,8 @@ def assert_as_good_as_pytorch(actual: Tensor, at_dtype: Tensor, exact: Tensor, f
     if exact.numel() == 0:
         return
     assert bool(actual.isfinite().all()), "not finite: memory that was not written, or an overflow"
-    rounding = torch.finfo(actual.dtype).eps / 2 * exact.abs()
+    eps = torch.finfo(actual.dtype).eps if actual.is_floating_point() else 0.0  # else a count
+    rounding = eps / 2 * exact.abs()
     error = ((actual.double() - exact).abs() - rounding).max().item()
     bound = (at_dtype.double() - exact).abs().max().item()
     bound = 2 * bound + floor * exact.abs().max().clamp(min=1.0).item()
