@@ -214,7 +214,7 @@ class BackendConfig:
         "auto", "flash", "torch", "triton", "xformers", "flex", "native", "grouped", "reference"
     ] = "auto"  # fmt: skip
     """flash, torch, xformers: flash-attn, torch.nn.attention.varlen and xformers, without bias and dropout. flex:
-    FlexAttention, without dropout. native: C++ for the CPU, fp32. grouped: sequences of like length together, in
+    FlexAttention, without dropout. native: C++ for the CPU. grouped: sequences of like length together, in
     PyTorch, for the CPU."""
     add_norm: Literal["auto", "triton", "native", "reference"] = "auto"
     feed_forward: Literal["auto", "triton", "reference"] = "auto"
