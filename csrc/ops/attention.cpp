@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <tuple>
@@ -22,33 +24,14 @@ namespace {
 constexpr const char* kOp = "attention";
 constexpr int64_t kBlockBytes = 96 << 10;  // scores of a block of queries
 constexpr int64_t kMostRows = 60;          // of a block
+constexpr int64_t kRowsOfTiles = 12;       // rows of whole tiles, at any width of vectors
 constexpr int64_t kPiecesOfLine = 16;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Rows of a block of scores that are `width` wide: whole tiles, no more than there are.
 inline int64_t block_rows(int64_t rows, int64_t width) {
   const int64_t fit = kBlockBytes / static_cast<int64_t>(sizeof(float)) / std::max<int64_t>(width, 1);
-  return std::min(std::clamp(fit / kTile * kTile, kTile, kMostRows), rows);
-}
-
-// exp of what is at most 88, within 2 units in the last place; 0 below the smallest normal number's logarithm. NaN
-// stays NaN.
-MAELM_INLINE Vec exponential(Vec x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2**23: adding it leaves an integer in the low bits
-  const Vec least = Vec{} - 87.3f;
-  const Vec bounded = least > x ? least : x;
-  const Vec shifted = bounded * 1.44269504f + kRound;
-  const Vec n = shifted - kRound;
-  const Vec r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;  // x - n ln 2, ln 2 in two parts
-  Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  const WordVec power = (bits<WordVec>(shifted) - 0x4B400000u + 127u) << 23;  // 2**n
-  const Vec y = p * bits<Vec>(power);
-  return x < least ? Vec{} : y;
+  return std::min(std::clamp(fit / kRowsOfTiles * kRowsOfTiles, kRowsOfTiles, kMostRows), rows);
 }
 
 MAELM_INLINE float largest(Vec v) {
@@ -60,25 +43,47 @@ struct Softmax {
   float top, sum;  // the largest score, and the sum of exp(score - top)
 };
 
-// Turns a query's scores (width,), of which the first `keys` are real, into exp(score - top), the others into 0.
-MAELM_INLINE Softmax exponentials(float* row, int64_t keys, int64_t width) {
-  std::fill(row + keys, row + width, -kInfinity);
-  Vec most[2] = {load<Vec>(row), load<Vec>(row + 8)};
-  for (int64_t j = kPanel; j < width; j += kPanel) {
-    const Vec left = load<Vec>(row + j), right = load<Vec>(row + j + 8);
-    most[0] = left > most[0] ? left : most[0];
-    most[1] = right > most[1] ? right : most[1];
-  }
-  const float top = largest(most[1] > most[0] ? most[1] : most[0]);
-  Vec sums[2] = {};
-  for (int64_t j = 0; j < width; j += kPanel) {
-    const Vec left = exponential(load<Vec>(row + j) - top), right = exponential(load<Vec>(row + j + 8) - top);
-    sums[0] += left;
-    sums[1] += right;
-    store<Vec>(row + j, left);
-    store<Vec>(row + j + 8, right);
-  }
-  return {top, total(sums[0] + sums[1])};
+// What attention_block.h defines, for one width of vectors.
+struct BlockKernels {
+  using Product = void (*)(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t lda,
+                           const float* panels, int64_t panel_step, float* out, int64_t ldc);
+  Product product, product_of_transposed, add_product_of_transposed;
+  Softmax (*exponentials)(float* row, int64_t keys, int64_t width);
+  void (*gradients)(float* weights, float* gradient, int64_t keys, int64_t width, float lse, const uint8_t* bytes);
+};
+
+namespace narrow {
+#define MAELM_LANES 8
+#define MAELM_TARGET
+#include "attention_block.h"
+#undef MAELM_LANES
+#undef MAELM_TARGET
+}  // namespace narrow
+
+#ifdef __x86_64__
+namespace wide {
+#define MAELM_LANES 16
+#define MAELM_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+#include "attention_block.h"
+#undef MAELM_LANES
+#undef MAELM_TARGET
+}  // namespace wide
+
+// The extension is compiled for AVX2; a CPU with AVX-512 runs the wider functions. PyTorch's ATEN_CPU_CAPABILITY=avx2
+// turns them off here too.
+const BlockKernels* widest() {
+  const char* limit = std::getenv("ATEN_CPU_CAPABILITY");
+  const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return has && (limit == nullptr || std::strcmp(limit, "avx512") == 0) ? &wide::kKernels : &narrow::kKernels;
+}
+#else
+const BlockKernels* widest() { return &narrow::kKernels; }
+#endif
+
+const BlockKernels& kernels() {
+  static const BlockKernels* const chosen = widest();
+  return *chosen;
 }
 
 // One call's tensors, checked.
@@ -193,7 +198,7 @@ std::tuple<Tensor, Tensor> attention_native_fwd(Tensor q, Tensor k, Tensor v, st
   Tensor lse = empty(q, {call.heads, total_queries}, ScalarType::Float);
   auto* statistics = static_cast<float*>(lse.data_ptr());
   torch::stable::parallel_for(0, call.sequences * call.heads, 1, [&](int64_t begin, int64_t end) {
-    const int64_t widest = padded(call.longest_k), scores_size = std::max(kTile * widest, kBlockBytes / 4);
+    const int64_t widest = padded(call.longest_k), scores_size = std::max(kRowsOfTiles * widest, kBlockBytes / 4);
     Scratch scratch(scores_size + 2 * widest * dim);
     float* scores = scratch.take(scores_size);
     float *keys_t = scratch.take(widest * dim), *values = scratch.take(widest * dim);
@@ -218,12 +223,12 @@ std::tuple<Tensor, Tensor> attention_native_fwd(Tensor q, Tensor k, Tensor v, st
       const int64_t block = block_rows(queries, width);
       for (int64_t start = 0; start < queries; start += block) {
         const int64_t rows = std::min(block, queries - start);
-        product<false, false>(rows, width, dim, q_h.row(start), q_h.stride, keys_t, dim * kPanel, scores, width);
+        kernels().product(rows, width, dim, q_h.row(start), q_h.stride, keys_t, dim * kPanel, scores, width);
         for (int64_t r = 0; r < rows; ++r) {
           float* row = scores + r * width;
           const int64_t query = first + start + r;
           if (call.biased) spans.add(row, call.bias_row(h, query));
-          const Softmax softmax = exponentials(row, keys, width);
+          const Softmax softmax = kernels().exponentials(row, keys, width);
           lse_of[start + r] = softmax.top + std::log(softmax.sum);
           factors[r] = call.dropout.scale() / softmax.sum;
           if (call.dropout.on()) {
@@ -231,7 +236,7 @@ std::tuple<Tensor, Tensor> attention_native_fwd(Tensor q, Tensor k, Tensor v, st
             for (int64_t j = 0; j < width; j += 8) store<Vec>(row + j, keep(load<Vec>(row + j), keep_bytes + j));
           }
         }
-        product<false, false>(rows, dim, keys, scores, width, values, keys * kPanel, out_h.row(start), out_h.stride);
+        kernels().product(rows, dim, keys, scores, width, values, keys * kPanel, out_h.row(start), out_h.stride);
         for (int64_t r = 0; r < rows; ++r) {
           float* row = out_h.row(start + r);
           for (int64_t c = 0; c < dim; c += 8) store<Vec>(row + c, load<Vec>(row + c) * factors[r]);
@@ -254,7 +259,7 @@ class Backward {
         grad_v_(grad_v),
         lse_(static_cast<const float*>(lse.data_ptr())),
         widest_(padded(call.longest_k)),
-        block_size_(std::max(kTile * widest_, kBlockBytes / 4)),
+        block_size_(std::max(kRowsOfTiles * widest_, kBlockBytes / 4)),
         scratch_(2 * block_size_ + 3 * widest_ * call.dim + 2 * kMostRows * call.dim + 2 * call.distances.stride()),
         weights_(scratch_.take(block_size_)),
         gradient_(scratch_.take(block_size_)),
@@ -287,20 +292,16 @@ class Backward {
     const int64_t block = block_rows(queries, width);
     for (int64_t start = 0; start < queries; start += block) {
       const int64_t rows = std::min(block, queries - start);
-      product<false, false>(rows, width, dim, q.row(start), q.stride, keys_t_, dim * kPanel, weights_, width);
-      product<false, false>(rows, width, dim, up.row(start), up.stride, values_t_, dim * kPanel, gradient_, width);
+      kernels().product(rows, width, dim, q.row(start), q.stride, keys_t_, dim * kPanel, weights_, width);
+      kernels().product(rows, width, dim, up.row(start), up.stride, values_t_, dim * kPanel, gradient_, width);
       for (int64_t r = 0; r < rows; ++r) scores_gradient(s, h, start + r, r, line != nullptr);
-      product<false, false>(rows, dim, keys, gradient_, width, keys_, keys * kPanel, to_q.row(start), to_q.stride);
+      kernels().product(rows, dim, keys, gradient_, width, keys_, keys * kPanel, to_q.row(start), to_q.stride);
       const Head q_block = {q.row(start), q.stride}, up_block = {up.row(start), up.stride};
       pack_columns(queries_, q_block, rows, dim, call_.scale);
       pack_columns(upstream_, up_block, rows, dim, call_.dropout.scale());
-      if (start == 0) {
-        product<true, false>(keys, dim, rows, gradient_, width, queries_, rows * kPanel, to_k.data, to_k.stride);
-        product<true, false>(keys, dim, rows, weights_, width, upstream_, rows * kPanel, to_v.data, to_v.stride);
-      } else {
-        product<true, true>(keys, dim, rows, gradient_, width, queries_, rows * kPanel, to_k.data, to_k.stride);
-        product<true, true>(keys, dim, rows, weights_, width, upstream_, rows * kPanel, to_v.data, to_v.stride);
-      }
+      const auto add = start == 0 ? kernels().product_of_transposed : kernels().add_product_of_transposed;
+      add(keys, dim, rows, gradient_, width, queries_, rows * kPanel, to_k.data, to_k.stride);
+      add(keys, dim, rows, weights_, width, upstream_, rows * kPanel, to_v.data, to_v.stride);
     }
     if (line != nullptr) {
       call_.distances.fold(by_distance_, line);
@@ -314,27 +315,9 @@ class Backward {
     const int64_t keys = call_.keys(s), width = padded(keys), query = call_.q_starts[s] + i;
     float *weights = weights_ + r * width, *gradient = gradient_ + r * width;
     if (call_.biased) spans_.add(weights, call_.bias_row(h, query));
-    std::fill(weights + keys, weights + width, -kInfinity);
     const float lse = lse_[h * call_.q.size(0) + query];
     const uint8_t* bytes = call_.dropout.on() ? kept(bytes_, call_.dropout, query, keys, h) : nullptr;
-    Vec sums[2] = {};
-    for (int64_t j = 0; j < width; j += kPanel) {
-      for (int64_t half = 0; half < 2; ++half) {
-        const int64_t at = j + 8 * half;
-        const Vec weight = exponential(load<Vec>(weights + at) - lse);
-        Vec slope = load<Vec>(gradient + at);
-        if (bytes != nullptr) slope = keep(slope, bytes + at);
-        sums[half] += weight * slope;
-        store<Vec>(weights + at, weight);
-        store<Vec>(gradient + at, slope);
-      }
-    }
-    const float mean = total(sums[0] + sums[1]);  // of the slopes: not from `out`, whose rounding would not cancel
-    for (int64_t j = 0; j < width; j += 8) {
-      const Vec weight = load<Vec>(weights + j);
-      store<Vec>(gradient + j, weight * (load<Vec>(gradient + j) - mean));
-      if (bytes != nullptr) store<Vec>(weights + j, keep(weight, bytes + j));
-    }
+    kernels().gradients(weights, gradient, keys, width, lse, bytes);
     if (line) {
       spans_.add_back(gradient, by_distance_ - call_.distances.least() - call_.q_positions[query],
                       call_.distances.stride());

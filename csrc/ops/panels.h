@@ -1,9 +1,8 @@
-// Products of matrices on the CPU, for attention. The right operand lies in panels of 16 columns, which a product reads
-// from the L1 and L2 caches; a tile of 6 x 16 sums stays in the registers.
+// How the right operand of a product lies in memory, for attention on the CPU: in panels of 16 columns, which the product
+// (attention_block.h) reads from the L1 and L2 caches.
 
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "index.h"
@@ -11,8 +10,7 @@
 
 namespace maelm {
 
-constexpr int64_t kPanel = 16;  // columns of a panel: two Vec
-constexpr int64_t kTile = 6;    // rows of a product's tile: 6 x 2 sums fill the registers, with what they read
+constexpr int64_t kPanel = 16;  // columns of a panel: two vectors of AVX2, one of AVX-512
 
 inline int64_t padded(int64_t count) { return ceil_div(count, kPanel) * kPanel; }
 
@@ -22,52 +20,6 @@ struct Head {
   int64_t stride;
   float* row(int64_t r) const { return data + r * stride; }
 };
-
-// out[r][c] = sum over k < depth of a(r, k) * panel[k][c], or added to what is there, for 16 columns c. a(r, k) is
-// a[r * lda + k], or a[k * lda + r] if kTransposed.
-template <int kRows, bool kTransposed, bool kAdd>
-MAELM_INLINE void tile(const float* a, int64_t lda, const float* panel, int64_t depth, float* out, int64_t ldc) {
-  Vec sums[kRows][2] = {};
-  for (int64_t k = 0; k < depth; ++k) {
-    const Vec left = load<Vec>(panel + k * kPanel), right = load<Vec>(panel + k * kPanel + 8);
-#pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) {
-      const float x = kTransposed ? a[k * lda + r] : a[r * lda + k];
-      sums[r][0] += x * left;
-      sums[r][1] += x * right;
-    }
-  }
-#pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r) {
-    float* to = out + r * ldc;
-    store<Vec>(to, kAdd ? load<Vec>(to) + sums[r][0] : sums[r][0]);
-    store<Vec>(to + 8, kAdd ? load<Vec>(to + 8) + sums[r][1] : sums[r][1]);
-  }
-}
-
-template <bool kTransposed, bool kAdd>
-void tile_of(int64_t rows, const float* a, int64_t lda, const float* panel, int64_t depth, float* out, int64_t ldc) {
-  switch (rows) {
-    case 6: return tile<6, kTransposed, kAdd>(a, lda, panel, depth, out, ldc);
-    case 5: return tile<5, kTransposed, kAdd>(a, lda, panel, depth, out, ldc);
-    case 4: return tile<4, kTransposed, kAdd>(a, lda, panel, depth, out, ldc);
-    case 3: return tile<3, kTransposed, kAdd>(a, lda, panel, depth, out, ldc);
-    case 2: return tile<2, kTransposed, kAdd>(a, lda, panel, depth, out, ldc);
-    default: return tile<1, kTransposed, kAdd>(a, lda, panel, depth, out, ldc);
-  }
-}
-
-// out (rows, columns) = a (rows, depth), or a (depth, rows) transposed, times b in panels `panel_step` floats apart.
-template <bool kTransposed, bool kAdd>
-void product(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t lda, const float* panels,
-             int64_t panel_step, float* out, int64_t ldc) {
-  for (int64_t column = 0; column < columns; column += kPanel, panels += panel_step) {
-    for (int64_t row = 0; row < rows; row += kTile) {
-      tile_of<kTransposed, kAdd>(std::min(kTile, rows - row), a + row * (kTransposed ? 1 : lda), lda, panels, depth,
-                                 out + row * ldc + column, ldc);
-    }
-  }
-}
 
 // The columns of x (rows, dim) in panels (dim / 16, rows, 16), times `factor`.
 inline void pack_columns(float* panels, const Head& x, int64_t rows, int64_t dim, float factor) {

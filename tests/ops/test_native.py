@@ -1,10 +1,14 @@
 """The compiled CPU ops that stand beside Triton kernels (add_norm, embed_packed) and the dropout mask, on the CPU also
-where there is a GPU."""
+where there is a GPU; and attention with vectors of either width."""
 
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,3 +165,40 @@ def test_what_is_not_written_shows() -> None:
     with checks.deterministic():
         check_add_norm(add_norm_inputs(37, 40, torch.float32, torch.float32, torch.float32), 0.1)
         check_embed_packed(embed_inputs(37, 40, torch.float32), 0.1, torch.float32)
+
+
+ATTENTION = """
+import sys
+import torch
+from maelm_fast import ops
+from maelm_fast.batch import Layout
+
+def numbers(*shape):  # not normal ones, which depend on the capability
+    return (4 * torch.rand(shape) - 2).requires_grad_()
+
+found = []
+for width, lengths, p in ((16, (1, 7, 0, 109), 0.0), (32, (128, 61), 0.1), (64, (300, 13, 25), 0.1), (128, (435,), 0.0)):
+    torch.manual_seed(width)
+    rows = sum(lengths)
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    positions = torch.cat([torch.randperm(length + 40)[:length].sort().values for length in lengths]).int()
+    q, k, v, line = *(numbers(rows, 3, width) for _ in range(3)), numbers(3, 65)
+    layout, bias = ops.AttentionLayout(Layout(starts, positions, lengths)), ops.PositionBias(line, 512)
+    out = ops.attention(q, k, v, layout, bias, dropout_p=p, seed=torch.tensor(5), backend="native")
+    out.backward(numbers(rows, 3, width))
+    found += [out.detach(), q.grad, k.grad, v.grad, line.grad]
+torch.save(found, sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="a CPU without AVX-512 has one width")
+def test_the_width_of_vectors_does_not_change_a_bit_of_attention(tmp_path: Path) -> None:
+    """PyTorch's ATEN_CPU_CAPABILITY is read once a process."""
+    results = []
+    for capability in ("avx512", "avx2"):
+        file = tmp_path / capability
+        environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
+        subprocess.run([sys.executable, "-c", ATTENTION, str(file)], check=True, env=environment)
+        results.append(torch.load(file))
+    assert len(results[0]) == 20
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
