@@ -177,7 +177,8 @@ def numbers(*shape):  # not normal ones, which depend on the capability
     return (4 * torch.rand(shape) - 2).requires_grad_()
 
 found = []
-for width, lengths, p in ((16, (1, 7, 0, 109), 0.0), (32, (128, 61), 0.1), (64, (300, 13, 25), 0.1), (128, (435,), 0.0)):
+cases = (16, (1, 7, 0, 109), 0.0), (32, (128, 61), 0.1), (64, (300, 13, 25), 0.1), (128, (435,), 0.0)
+for width, lengths, p in cases:
     torch.manual_seed(width)
     rows = sum(lengths)
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
