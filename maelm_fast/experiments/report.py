@@ -15,13 +15,14 @@ from maelm_fast.data.token_store import Manifest
 from maelm_fast.experiments import paper
 from maelm_fast.experiments.catalogue import Row
 from maelm_fast.experiments.plan import differences
-from maelm_fast.experiments.results import REAL, Results, median_by_layer, predicts_all, pretraining_input
+from maelm_fast.experiments.results import REAL, Results, predicts_all, pretraining_input
 from maelm_fast.experiments.scores import (
     average_name,
     checkpoints,
     fine_tuned,
     glue_tasks,
     prompted,
+    rank_cells,
     ranks_after,
     squad_em,
     task_list,
@@ -76,7 +77,7 @@ def _by_layer(results: Results) -> list[str]:
             seeds = results.layers(row, name) if name in _shown(row) else []
             if seeds:
                 depth = len(seeds[0])
-                rows.append([row.label, label, *(f"{rank:g}" for rank in median_by_layer(seeds))])
+                rows.append([row.label, label, *rank_cells(seeds)])
     if not rows:
         return [*lines, "Nothing is measured yet.", ""]
     rows += ranks_after(results) if results.plan.tasks else []

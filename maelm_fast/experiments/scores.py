@@ -248,9 +248,17 @@ def ranks_after(results: Results) -> list[list[str]]:
         for when in ("before", "after"):
             seeds = results.finetuned_ranks(results.plan.of_row(row), task, when)
             if seeds:
-                middle = (f"{statistics.median(layer):g}" for layer in zip(*seeds, strict=True))
-                rows.append([row.label, f"{task.title}'s development inputs, {when} fine-tuning", *middle])
+                rows.append([row.label, f"{task.title}'s development inputs, {when} fine-tuning", *rank_cells(seeds)])
     return rows
+
+
+def rank_cells(seeds: Sequence[Sequence[int]]) -> list[str]:
+    """Of every layer the median, and [least, largest] where the seeds differ."""
+    cells = []
+    for layer in zip(*seeds, strict=True):
+        spread = f" [{min(layer)}, {max(layer)}]" if len(set(layer)) > 1 else ""
+        cells.append(f"{statistics.median(layer):g}{spread}")
+    return cells
 
 
 def task_list(results: Results) -> list[str]:

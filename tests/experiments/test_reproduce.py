@@ -24,6 +24,7 @@ from maelm_fast.experiments.figures import draw
 from maelm_fast.experiments.plan import PRETRAINING, Plan, make_plan
 from maelm_fast.experiments.report import report
 from maelm_fast.experiments.results import Results
+from maelm_fast.experiments.scores import rank_cells
 from maelm_fast.finetuning.markdown import over_draws, over_seeds
 from maelm_fast.training.ledger import Ledger
 from maelm_fast.training.rundir import RunDir
@@ -366,6 +367,8 @@ def test_numbers_over_seeds() -> None:
     assert over_seeds([], 2) == "-"
     assert over_seeds([2.5], 2) == "2.50"
     assert over_seeds([1.0, 4.0, 2.0], 1) == "2.0 [1.0, 4.0]"
+    assert rank_cells([[9, 5, 2], [9, 8, 3]]) == ["9", "6.5 [5, 8]", "2.5 [2, 3]"]
+    assert rank_cells([[9, 5]]) == ["9", "5"]
     assert (over_draws([], 1), over_draws([2.5], 1), over_draws([1.0, 3.0], 1)) == ("-", "2.5", "2.0 (1.0)")
 
 
