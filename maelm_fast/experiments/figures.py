@@ -151,6 +151,9 @@ def _over_delta(axis: Any, deltas: Sequence[float], values: Sequence[Sequence[fl
               color=COLOURS[colour])  # fmt: skip
     axis.set_xticks(deltas)
     axis.set_xlabel("delta: share of [MASK] tokens in the encoder (0: MAE-LM)")
+    low, high = axis.get_ylim()
+    if (more := 0.05 * high - (high - low)) > 0:  # an axis as narrow as the values would make much of little
+        axis.set_ylim(low - more / 2, high + more / 2)
     grid(axis)
 
 
