@@ -228,7 +228,10 @@ def _missing(results: Results) -> list[str]:
     failed = {cell.key for cell, _, _ in results.errors()}
     for cell in results.unfinished():
         if cell.key not in failed:
-            lines.append(f"- Not finished: {cell.title}. The same command goes on.")
+            done = [results.stage(cell, unit.stage) is not None for unit in cell.units]
+            pretrained = cell.key not in {other.key for other in results.unfinished(units=False)}
+            what = f", {sum(done)} of {len(done)} runs on tasks done" if pretrained else ""
+            lines.append(f"- Not finished: {cell.title}{what}. The same command goes on.")
     return [*lines, ""] if lines else []
 
 
