@@ -226,11 +226,11 @@ def _missing(results: Results) -> list[str]:
             f"validation loss to the last bit, so what sets them apart had no effect."
         )
     failed = {cell.key for cell, _, _ in results.errors()}
+    untrained = {cell.key for cell in results.unfinished(units=False)}
     for cell in results.unfinished():
         if cell.key not in failed:
             done = [results.stage(cell, unit.stage) is not None for unit in cell.units]
-            pretrained = cell.key not in {other.key for other in results.unfinished(units=False)}
-            what = f", {sum(done)} of {len(done)} runs on tasks done" if pretrained else ""
+            what = f", {sum(done)} of {len(done)} runs on tasks done" if cell.key not in untrained else ""
             lines.append(f"- Not finished: {cell.title}{what}. The same command goes on.")
     return [*lines, ""] if lines else []
 
