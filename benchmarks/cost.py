@@ -22,7 +22,7 @@ import torch
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import ModelConfig, require
 from maelm_fast.model.maelm import MaeLm
-from maelm_fast.ops.backends import native
+from maelm_fast.ops.attention_backends import native
 from maelm_fast.ops.masked_cross_entropy import LOGITS_BYTES
 from maelm_fast.ops.reference.mask_and_pack import count_of
 

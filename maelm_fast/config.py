@@ -263,7 +263,7 @@ class MetricsConfig:
     """What is measured of the model as it trains, beside its loss. Changes nothing else."""
 
     rank_every: int = 1000
-    """Updates between measurements of the representations' effective rank (analysis/live.py); 0 is never."""
+    """Updates between measurements of the representations' effective rank (training/live.py); 0 is never."""
 
     def __post_init__(self) -> None:
         require(self.rank_every >= 0, f"metrics.rank_every must not be negative (0 is never), not {self.rank_every}")

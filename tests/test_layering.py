@@ -25,8 +25,8 @@ MAY_IMPORT = {
     "analysis": LEAVES | {"presets", "model", "data", "training", "ops"},
     "export": LEAVES | {"presets", "model", "data", "training", "ops"},
     "finetuning": LEAVES | {"presets", "model", "data", "training", "ops", "analysis", "export"},
-    "experiments": LEAVES | {"presets", "model", "data", "training", "analysis", "finetuning"},
-    "cli": LEAVES | {"presets", "model", "data", "training", "analysis", "export", "finetuning", "experiments", "ops"},
+    "paper": LEAVES | {"presets", "model", "data", "training", "ops", "analysis", "export", "finetuning"},
+    "cli": LEAVES | {"presets", "model", "data", "training", "analysis", "export", "finetuning", "paper", "ops"},
 }
 STANDS_ALONE = (
     PACKAGE / "export" / "modeling_maelm.py"

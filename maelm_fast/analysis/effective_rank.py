@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-from maelm_fast.analysis.gram import GramMatrix, rank_at
-from maelm_fast.analysis.inputs import Encode, evaluating, from_encoder, gram_matrices
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import require
 from maelm_fast.data.loader import validation_batches
@@ -25,6 +23,8 @@ from maelm_fast.data.token_store import TokenStore
 from maelm_fast.data.tokenizer import tokenizer_hash
 from maelm_fast.errors import UserError
 from maelm_fast.training.files import write_json
+from maelm_fast.training.gram import GramMatrix, rank_at
+from maelm_fast.training.inputs import Encode, evaluating, from_encoder, gram_matrices
 from maelm_fast.training.rundir import LoadedRun
 
 REPORT_FILE = "effective_rank.json"

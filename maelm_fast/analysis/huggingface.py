@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from maelm_fast.analysis.effective_rank import SEES_MASK, TAU, RankReport, Watch, check_taus, effective_ranks
-from maelm_fast.analysis.inputs import Encode, from_padded
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import MaskingConfig, require
 from maelm_fast.data.masking import VALIDATION_EPOCH, Vocabulary, pack
@@ -31,6 +30,7 @@ from maelm_fast.data.readers import HUB_PREFIX, expand_inputs, read_documents
 from maelm_fast.data.token_store import MANIFEST_FILE, TokenStore
 from maelm_fast.data.tokenizer import special_ids
 from maelm_fast.errors import UserError
+from maelm_fast.training.inputs import Encode, from_padded
 
 MASKING = MaskingConfig(rate=0.15, special_tokens=False)
 LONGEST = 512  # tokens of a sequence, if the model takes as many: the paper's

@@ -28,8 +28,8 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0].startswith("-"):
         raise UserError(f"name a preset first: maelm-fast pretrain PRESET ...; there are: {', '.join(presets.names())}")
     arguments = parse(argv)
-    from maelm_fast.analysis.live import live_metric
     from maelm_fast.training.job import pretrain
+    from maelm_fast.training.live import live_metric
 
     initial = _initial(arguments["init_from"]) if arguments["init_from"] else None
     pretrain(arguments["preset"], arguments["run"], arguments["data"], arguments["out"], initial, live_metric)

@@ -16,25 +16,25 @@ from maelm_fast.cli.common import OneLineParser
 from maelm_fast.cli.sweep import parse_model
 from maelm_fast.config import require
 from maelm_fast.errors import UserError
-from maelm_fast.experiments.paper import TABLE_7
 from maelm_fast.finetuning import tasks
 from maelm_fast.finetuning.examples import Examples, read_task
 from maelm_fast.finetuning.metrics import require_scikit_learn
-from maelm_fast.finetuning.prompting.fewshot import (
+from maelm_fast.finetuning.run import Stopped
+from maelm_fast.finetuning.tasks import Task
+from maelm_fast.paper.printed import TABLE_7
+from maelm_fast.paper.prompting.fewshot import (
     GRID_BATCH_SIZES,
     GRID_LRS,
     SPLIT_SEEDS,
     FewShotConfig,
     base_config,
 )
-from maelm_fast.finetuning.prompting.masked_lm import load_masked_lm
-from maelm_fast.finetuning.prompting.report import DATA, REPORT, write_report
-from maelm_fast.finetuning.prompting.run import MODES, Mode, Plan, Question, check, engine_of, make_question, run_plan
-from maelm_fast.finetuning.prompting.templates import TEMPLATES, template_for
-from maelm_fast.finetuning.prompting.tokens import Prompts, label_ids, shown
-from maelm_fast.finetuning.run import Stopped
-from maelm_fast.finetuning.sweep_report import PrintedRow
-from maelm_fast.finetuning.tasks import Task
+from maelm_fast.paper.prompting.masked_lm import load_masked_lm
+from maelm_fast.paper.prompting.report import DATA, REPORT, write_report
+from maelm_fast.paper.prompting.run import MODES, Mode, Plan, Question, check, engine_of, make_question, run_plan
+from maelm_fast.paper.prompting.templates import TEMPLATES, template_for
+from maelm_fast.paper.prompting.tokens import Prompts, label_ids, shown
+from maelm_fast.paper.sweep_report import PrintedRow
 from maelm_fast.training.stop import StopSignals
 
 

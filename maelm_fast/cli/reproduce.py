@@ -1,7 +1,7 @@
 """`maelm-fast reproduce EXPERIMENT --scale SCALE`: a figure or table of the paper, planned, run and reported.
 
 The plan and what it costs are shown first. Started again, by hand or beside itself, the command goes on with what is
-not finished; see maelm_fast/experiments/run.py for the files.
+not finished; see maelm_fast/paper/run.py for the files.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from maelm_fast.analysis.plots import require_matplotlib, short_number
 from maelm_fast.cli.common import OneLineParser
 from maelm_fast.config import require
 from maelm_fast.errors import UserError
-from maelm_fast.experiments import catalogue, scales
-from maelm_fast.experiments.cost import (
+from maelm_fast.paper import catalogue, scales
+from maelm_fast.paper.cost import (
     ASSUMED_BYTES_PER_TOKEN,
     Cost,
     Rate,
@@ -26,12 +26,12 @@ from maelm_fast.experiments.cost import (
     rate_for,
     unit_cost,
 )
-from maelm_fast.experiments.downstream import Files, assumed_tasks, find_tasks
-from maelm_fast.experiments.figures import draw
-from maelm_fast.experiments.plan import Cell, Plan, make_plan
-from maelm_fast.experiments.report import FIGURE, report
-from maelm_fast.experiments.results import Results
-from maelm_fast.experiments.run import Stopped, is_store, manifests, place_data, run_dir, run_plan, store_path
+from maelm_fast.paper.downstream import Files, assumed_tasks, find_tasks
+from maelm_fast.paper.figures import draw
+from maelm_fast.paper.plan import Cell, Plan, make_plan
+from maelm_fast.paper.report import FIGURE, report
+from maelm_fast.paper.results import Results
+from maelm_fast.paper.run import Stopped, is_store, manifests, place_data, run_dir, run_plan, store_path
 from maelm_fast.training.files import write_text
 from maelm_fast.training.ledger import Ledger, lock
 

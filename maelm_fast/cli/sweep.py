@@ -16,17 +16,17 @@ from maelm_fast.cli.common import OneLineParser
 from maelm_fast.cli.reproduce import duration
 from maelm_fast.config import require
 from maelm_fast.errors import UserError
-from maelm_fast.experiments import paper
-from maelm_fast.finetuning import grids, tasks
+from maelm_fast.finetuning import tasks
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import TaskData, read_task
 from maelm_fast.finetuning.metrics import baselines
-from maelm_fast.finetuning.sweep import Model, Sweep, estimate, make_model, make_sweep, read_done, run_sweep
-from maelm_fast.finetuning.sweep_plot import PICTURE, draw
-from maelm_fast.finetuning.sweep_report import GLUE, REPORT, RUNS, write_tables
 from maelm_fast.finetuning.tasks import Task
+from maelm_fast.paper import grids, printed
+from maelm_fast.paper.sweep import Model, Sweep, estimate, make_model, make_sweep, read_done, run_sweep
+from maelm_fast.paper.sweep_plot import PICTURE, draw
+from maelm_fast.paper.sweep_report import GLUE, REPORT, RUNS, write_tables
 
-PAPER = {"base": (paper.TABLE_1, 0), "base++": (paper.TABLE_1, 1), "large++": (paper.TABLE_6, 0)}
+PAPER = {"base": (printed.TABLE_1, 0), "base++": (printed.TABLE_1, 1), "large++": (printed.TABLE_6, 0)}
 
 
 def main(argv: list[str]) -> int:
@@ -36,10 +36,10 @@ def main(argv: list[str]) -> int:
     print("\n".join(_planned(sweep, out)), flush=True)
     if options.plan:
         return 0
-    printed = _printed(options.paper) if options.paper else []
+    rows = _printed(options.paper) if options.paper else []
     references = {search.data.task.name: baselines(search.data) for search in sweep.searches}
     places = {search.data.task.name: _data_options(search.data.task, options) for search in sweep.searches}
-    tables = partial(write_tables, printed=printed, baselines=references, data_options=places)
+    tables = partial(write_tables, printed=rows, baselines=references, data_options=places)
     try:
         to_the_end = run_sweep(sweep, out, options.workers, tables)
     finally:

@@ -11,9 +11,9 @@ from torch import Tensor
 from maelm_fast.batch import Layout
 from maelm_fast.errors import UserError
 from maelm_fast.ops import dispatch
-from maelm_fast.ops.backends import flash, flex, native, torch_varlen, xformers
-from maelm_fast.ops.backends.grouped import Grouping, SpreadLine
-from maelm_fast.ops.backends.grouped import attention as grouped_attention
+from maelm_fast.ops.attention_backends import flash, flex, native, torch_varlen, xformers
+from maelm_fast.ops.attention_backends.grouped import Grouping, SpreadLine
+from maelm_fast.ops.attention_backends.grouped import attention as grouped_attention
 from maelm_fast.ops.reference.attention import attention as reference_attention
 from maelm_fast.ops.reference.dropout import check_dropout
 from maelm_fast.ops.registration import Direction, register
@@ -296,5 +296,5 @@ register(
     ),
     _setup_context,
     _differentiate,
-    native=False,  # ops/backends/native.py: no tiles, no lookup
+    native=False,  # ops/attention_backends/native.py: no tiles, no lookup
 )

@@ -66,7 +66,7 @@ class Trainer:
         precision: str,
         live_metric: LiveMetric | None = None,
     ) -> None:
-        """live_metric: makes what measures the model every metrics.rank_every updates (analysis/live.py)."""
+        """live_metric: makes what measures the model every metrics.rank_every updates (training/live.py)."""
         self.run, self.config, self.device, self.precision = run, config, device, precision
         self.model = model.to(device)
         self.vocabulary, self.validation = vocabulary, validation

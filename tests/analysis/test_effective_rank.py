@@ -21,14 +21,14 @@ from maelm_fast.analysis.effective_rank import (
     measure,
     read_reports,
 )
-from maelm_fast.analysis.gram import GramMatrix, rank_at
-from maelm_fast.analysis.inputs import encoder_inputs, evaluating, from_encoder, from_padded
 from maelm_fast.batch import PackedBatch, layout_of
 from maelm_fast.config import MaskingConfig, ModelConfig
 from maelm_fast.data.masking import Vocabulary, pack
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
 from maelm_fast.model.maelm import MaeLm
+from maelm_fast.training.gram import GramMatrix, rank_at
+from maelm_fast.training.inputs import encoder_inputs, evaluating, from_encoder, from_padded
 from maelm_fast.training.rundir import RunDir, load_run
 
 VOCABULARY = Vocabulary(64, 63, (0, 1, 2, 3, 63))

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from maelm_fast.analysis.effective_rank import REPORT_FILE, SEES_MASK, read_reports
-from maelm_fast.analysis.gram import GramMatrix, rank_at
 from maelm_fast.analysis.huggingface import MASKING, load_encoder, measure_checkpoint, sequences, text_lines
 from maelm_fast.cli.main import main
 from maelm_fast.data.masking import VALIDATION_EPOCH, pack
 from maelm_fast.data.tokenizer import load_tokenizer
 from maelm_fast.errors import UserError
+from maelm_fast.training.gram import GramMatrix, rank_at
 from maelm_fast.training.rundir import RunDir
 
 transformers = pytest.importorskip("transformers")

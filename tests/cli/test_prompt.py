@@ -12,7 +12,7 @@ from maelm_fast.cli import main as command_line
 from maelm_fast.cli import prompt
 from maelm_fast.data.tokenizer import train_tokenizer
 from maelm_fast.errors import UserError
-from maelm_fast.finetuning.prompting import run as module
+from maelm_fast.paper.prompting import run as module
 from maelm_fast.training.ledger import Ledger
 from tests.finetuning.small import loaded_run, run_directory
 

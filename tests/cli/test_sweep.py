@@ -143,7 +143,7 @@ def test_a_failed_run_is_exit_code_1(
         raise RuntimeError("out of memory")
 
     line = command(place, tmp_path / "out", "--model", str(place / "mae"), "--seeds", "1")
-    monkeypatch.setattr("maelm_fast.finetuning.sweep._train", fails)
+    monkeypatch.setattr("maelm_fast.paper.sweep._train", fails)
     assert main(line) == 1
     assert "2 of 2 runs failed; the same command tries them again" in capsys.readouterr().out
     assert "RuntimeError: out of memory" in (tmp_path / "out" / "SWEEP.md").read_text()

@@ -21,7 +21,7 @@ from maelm_fast import native
 from maelm_fast.batch import Layout, layout_of
 from maelm_fast.errors import UserError
 from maelm_fast.ops import AttentionLayout, PositionBias, attention
-from maelm_fast.ops.backends import grouped
+from maelm_fast.ops.attention_backends import grouped
 from maelm_fast.ops.dispatch import triton_installed
 from maelm_fast.ops.reference.dropout import keep_weights
 from tests.ops.checks import (

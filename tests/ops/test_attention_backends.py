@@ -21,7 +21,7 @@ from maelm_fast import native
 from maelm_fast.batch import layout_of
 from maelm_fast.errors import UserError
 from maelm_fast.ops import AttentionLayout, PositionBias, attention, dispatch
-from maelm_fast.ops.backends import common, flash, flex, torch_varlen, xformers
+from maelm_fast.ops.attention_backends import common, flash, flex, torch_varlen, xformers
 from maelm_fast.ops.reference.attention import attention as reference_attention
 from tests.ops.checks import (
     assert_as_good_as_pytorch,

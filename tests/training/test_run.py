@@ -21,7 +21,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from maelm_fast import presets
-from maelm_fast.analysis.live import live_metric
 from maelm_fast.config import BackendConfig, OptimConfig, RunConfig
 from maelm_fast.data.masking import VALIDATION_EPOCH, Vocabulary, pack
 from maelm_fast.data.order import permutation
@@ -30,6 +29,7 @@ from maelm_fast.errors import UserError
 from maelm_fast.training import checkpoint, trainer
 from maelm_fast.training.initial import from_run, load_initial
 from maelm_fast.training.job import pretrain
+from maelm_fast.training.live import live_metric
 from maelm_fast.training.optim import build_optimizer, learning_rate
 from maelm_fast.training.rundir import RunDir, load_run
 from maelm_fast.training.trainer import Trainer
