@@ -24,7 +24,7 @@ from maelm_fast.config import ModelConfig, require
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.ops.attention_backends import native
 from maelm_fast.ops.masked_cross_entropy import LOGITS_BYTES
-from maelm_fast.ops.reference.mask_and_pack import count_of
+from maelm_fast.ops.reference.mask_and_pack import share_of
 
 Pairs = list[tuple[int, int]]  # each sequence's queries and keys
 SINGLE = 4  # bytes of a parameter, a gradient, a row's statistic
@@ -111,12 +111,12 @@ class Lengths(NamedTuple):
 
 
 def lengths_of(batch: PackedBatch) -> Lengths:
-    return Lengths(batch.lengths, batch.decoder_lengths, batch.masked_lengths)
+    return Lengths(*batch.lengths)
 
 
 def masked_lengths(config: ModelConfig, original: Sequence[int], rate: float) -> Lengths:
     """With a fixed count of masks, each of them [MASK]."""
-    masked = tuple(count_of(n, 0.5, rate) for n in original)
+    masked = tuple(int(share_of(n, rate, 0.5)) for n in original)
     seen = original if config.decoder == "none" else [n - m for n, m in zip(original, masked, strict=True)]
     return Lengths(tuple(seen), tuple(original), masked)
 

@@ -144,7 +144,7 @@ SWEEPS = {
 def amounts(contestant: Contestant) -> dict[str, int]:
     """Of each of TERMS in a step."""
     config, batch = contestant.config, contestant.batch
-    n, n_all, m = batch.lengths, batch.decoder_lengths, batch.masked_lengths
+    n, n_all, m = batch.lengths
     attention = attention_flops(config, n, n_all, m)
     full, last = (n_all, m) if config.decoder == "none" else (n, n)
     rows = (config.num_layers - 1) * sum(full) + sum(last)

@@ -25,8 +25,9 @@ from benchmarks.classes import CLASSES
 from benchmarks.cost import Cost, Step
 from maelm_fast import native, ops
 from maelm_fast.config import MaskingConfig, ModelConfig
-from maelm_fast.data.masking import Vocabulary, pack
+from maelm_fast.data.masking import pack
 from maelm_fast.errors import UserError
+from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.flops import training_flops
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.ops import dispatch
@@ -87,7 +88,7 @@ def traced(config: ModelConfig, original: tuple[int, ...], on: str) -> tuple[Ste
     rows = [draw.integers(5, config.vocab_size - 1, n) for n in original]
     every = np.arange(len(rows))
     vocabulary = Vocabulary(config.vocab_size, config.vocab_size - 1, (config.vocab_size - 1,))
-    batch = pack(rows, every, np.zeros_like(every), MaskingConfig(), vocabulary, 0, config.decoder == "none")
+    batch = pack(rows, every, np.zeros_like(every), Masker(MaskingConfig(), vocabulary, 0, config.decoder == "none"))
     step = Step(config, cost.lengths_of(batch), "bf16" if on == "bf16" else "fp32", "cpu" if on == "cpu" else "cuda")
     kept: dict[int, Tensor] = {}
 

@@ -29,10 +29,9 @@ def main(argv: list[str]) -> int:
         raise UserError(f"name a preset first: maelm-fast pretrain PRESET ...; there are: {', '.join(presets.names())}")
     arguments = parse(argv)
     from maelm_fast.training.job import pretrain
-    from maelm_fast.training.live import live_metric
 
     initial = _initial(arguments["init_from"]) if arguments["init_from"] else None
-    pretrain(arguments["preset"], arguments["run"], arguments["data"], arguments["out"], initial, live_metric)
+    pretrain(arguments["preset"], arguments["run"], arguments["data"], arguments["out"], initial)
     return 0
 
 

@@ -22,14 +22,14 @@ from safetensors.torch import load_file
 
 from maelm_fast import presets
 from maelm_fast.config import BackendConfig, OptimConfig, RunConfig
-from maelm_fast.data.masking import VALIDATION_EPOCH, Vocabulary, pack
+from maelm_fast.data.masking import pack
 from maelm_fast.data.order import permutation
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
+from maelm_fast.masking import VALIDATION_EPOCH, Masker, Vocabulary
 from maelm_fast.training import checkpoint, trainer
 from maelm_fast.training.initial import from_run, load_initial
 from maelm_fast.training.job import pretrain
-from maelm_fast.training.live import live_metric
 from maelm_fast.training.optim import build_optimizer, learning_rate
 from maelm_fast.training.rundir import RunDir, load_run
 from maelm_fast.training.trainer import Trainer
@@ -87,7 +87,7 @@ def test_validation_loss_is_the_mean_over_samples_drawn_from_the_whole_split(sto
     assert len(opened) > 20
     ids = permutation(np.arange(20), len(opened), 0, VALIDATION_EPOCH)
     epochs = np.full(20, VALIDATION_EPOCH)
-    batch = pack([opened[i] for i in ids.tolist()], ids, epochs, config().masking, run.vocabulary, 0, False)
+    batch = pack([opened[i] for i in ids.tolist()], ids, epochs, Masker(config().masking, run.vocabulary, 0, False))
     with torch.no_grad():
         loss, correct = run.model(batch)
     last = [row for row in rows(whole) if row["kind"] == "validation"][-1]
@@ -395,12 +395,14 @@ def test_nonfinite_updates_are_skipped_counted_and_end_the_run(
 
 def test_live_ranks_are_in_the_metrics_and_change_nothing_else(store: Path, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    pretrain("tiny", config(metrics={"rank_every": 3}), str(store), str(out), live_metric=live_metric)
+    pretrain("tiny", config(metrics={"rank_every": 3}), str(store), str(out))
+    pretrain("tiny", config(metrics={"rank_every": 0}), str(store), str(tmp_path / "never"))
     found = rows(out)
     ranks = [row for row in found if row["kind"] == "rank"]
     assert [row["step"] for row in ranks] == [3, 6, 8]
     assert all(1 <= row["rank_last"] <= 32 for row in ranks)
-    assert [row for row in found if row["kind"] != "rank"] == rows(whole)
+    assert ranks[-1:] == [row for row in rows(whole) if row["kind"] == "rank"]  # the default: every 100 updates, and the last
+    assert [row for row in found if row["kind"] != "rank"] == rows(tmp_path / "never")
 
 
 def test_early_stop(store: Path, tmp_path: Path) -> None:
