@@ -19,10 +19,11 @@ from typing import NamedTuple
 
 import torch
 
-from maelm_fast.batch import PackedBatch
+from maelm_fast.batch import PackedBatch, layout_of
 from maelm_fast.config import ModelConfig, require
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.ops.attention_backends import native
+from maelm_fast.ops.attention_inputs import AttentionLayout, Call
 from maelm_fast.ops.masked_cross_entropy import LOGITS_BYTES
 from maelm_fast.ops.reference.mask_and_pack import count_of
 
@@ -143,7 +144,8 @@ class Step:
         if self.device == "cpu":
             require(self.precision == "fp32", "a CPU's step is counted in fp32 only")
             q = torch.empty(0, c.num_heads, c.head_dim)
-            reasons = "; ".join(native.reasons(q, q, q))
+            call = Call(q, q, q, AttentionLayout(layout_of([])), None, 1.0, 0.0, None, 0)
+            reasons = "; ".join(native.why_not(call))
             require(not reasons, f"a CPU's step is counted with the compiled attention only: {reasons}")
 
     @property
