@@ -28,8 +28,9 @@ def run(call: Call) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     queries, keys = call.layout.queries, call.layout.keys
+    q, k, v = dense_rows(call)
     boundaries = (queries.cu_seqlens, keys.cu_seqlens, queries.max_seqlen, keys.max_seqlen)
-    out = varlen_attn(*dense_rows(call), *boundaries, scale=call.scale)
+    out = varlen_attn(q, k, v, *boundaries, scale=call.scale)
     assert isinstance(out, Tensor)  # a pair only where the log-sum-exp is asked for
     return out
 
