@@ -35,8 +35,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from maelm_fast.config import require
+from maelm_fast.data.corpus import Document
 from maelm_fast.data.files import checksum_of_given, sync, written_aside
-from maelm_fast.data.readers import Document, expand_inputs, identify, read_documents
+from maelm_fast.data.readers import expand_inputs, identify, read_documents
 from maelm_fast.data.samples import Chunk, cut_blocks, cut_documents
 from maelm_fast.data.token_store import (
     MANIFEST_FILE,

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from maelm_fast.config import require
+from maelm_fast.data.corpus import Document, corpus_identity, embedded_corpus
 from maelm_fast.errors import UserError
-
-Document = tuple[str, ...]
 
 EMBEDDED = "embedded"
 HUB_PREFIX = "hf:"
@@ -52,8 +51,6 @@ def identify(source: str) -> dict[str, Any]:
     """What tells a source apart without reading it: a file's size and time, versions for the embedded corpus, of a
     Hugging Face dataset only its name."""
     if source == EMBEDDED:
-        from maelm_fast.data.corpus import corpus_identity
-
         return {"source": source, "versions": corpus_identity()}
     if source.startswith(HUB_PREFIX):
         return {"source": source}
@@ -107,8 +104,6 @@ def _format_of(name: str) -> tuple[str, str]:
 
 def _read_source(source: str, text_field: str) -> Iterator[Document]:
     if source == EMBEDDED:
-        from maelm_fast.data.corpus import embedded_corpus
-
         return iter(embedded_corpus())
     if source.startswith(HUB_PREFIX):
         return _dataset_documents(source, text_field)
