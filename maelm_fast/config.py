@@ -12,7 +12,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from maelm_fast.errors import UserError
+from maelm_fast.errors import UserError, unknown
 
 TABLE_MULTIPLE = 64  # token-table rows are padded to this, for the matrix units
 
@@ -308,7 +308,8 @@ def from_dict(cls: type, data: dict[str, Any], path: str = "") -> Any:
     hints = get_type_hints(cls)
     require(isinstance(data, dict), f"config: {path or 'the file'} must be a mapping")
     for key in data:
-        require(key in hints, f"config: unknown key '{path}{key}'; known: {', '.join(hints)}")
+        if key not in hints:
+            raise UserError(f"config: {unknown('key', path + key, [path + name for name in hints])}")
     values = {}
     for name, value in data.items():
         choices = get_args(hints[name]) if get_origin(hints[name]) is Literal else (value,)

@@ -28,11 +28,11 @@ REQUIRED = (
     "torch", "numpy", "pyarrow", "datasets", "tokenizers", "jsonargparse", "pyyaml", "rich", "safetensors",
 )  # fmt: skip
 OPTIONAL = {
-    "transformers": ("hf", "export to Hugging Face and its reload check, 'finetune', 'sweep' and 'prompt'"),
+    "transformers": ("hf", "export to Hugging Face and its reload check, 'finetune' and 'paper'"),
     "accelerate": ("hf", "training an exported model with the Hugging Face Trainer"),
-    "matplotlib": ("plot", "'plot', 'rank', 'theory', 'demo', reports of 'finetune', 'sweep' and 'reproduce'"),
-    "scikit-learn": ("finetune", "'finetune', 'sweep' and 'prompt': metrics and baselines"),
-    "scipy": ("finetune", "'finetune', 'sweep' and 'prompt': correlations"),
+    "matplotlib": ("plot", "'plot', 'rank', 'demo', reports of 'finetune' and 'paper'"),
+    "scikit-learn": ("finetune", "'finetune' and 'paper': metrics and baselines"),
+    "scipy": ("finetune", "'finetune' and 'paper': correlations"),
 }
 """Package: the extra it belongs to, what is lost without it."""
 

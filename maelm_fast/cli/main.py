@@ -10,24 +10,24 @@ import logging
 import sys
 
 from maelm_fast import __version__
-from maelm_fast.errors import UserError
+from maelm_fast.errors import UserError, unknown
 
 COMMANDS = {
     "data": "prepare text for pretraining, or show a prepared store",
     "pretrain": "pretrain an encoder, or go on with a run",
     "finetune": "fine-tune an encoder on GLUE, SQuAD 2.0 or a task of your own, over seeds",
-    "presets": "list the presets, or show one in full",
     "plot": "plot loss and accuracy of runs",
     "rank": "effective rank of representations, layer by layer: of runs and of Hugging Face encoders",
-    "theory": "a run against the paper's theorem: residuals and bounds, [MASK]'s own subspace",
     "fill": "fill <mask> in a text",
-    "sweep": "fine-tune a grid of hyperparameters with several seeds, and report each task's best cell",
-    "prompt": "zero-shot and few-shot results through templates and label words",
     "export": "write a run's encoder for Hugging Face Transformers",
-    "reproduce": "a figure or table of the paper: planned, run, reported",
+    "presets": "list the presets, or show one in full",
+    "paper": "the paper's figures and tables, its sweeps, prompting and theory",
     "demo": "all of it on text found on this machine, in a few minutes",
     "doctor": "what is installed and what can run here",
 }
+
+
+MOVED = {"reproduce": "paper EXPERIMENT", **{name: f"paper {name}" for name in ("sweep", "prompt", "theory")}}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,8 +41,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"maelm-fast {__version__}")
         return 0
     try:
+        if argv[0] in MOVED:
+            raise UserError(f"'maelm-fast {argv[0]}' is now 'maelm-fast {MOVED[argv[0]]}'")
         if argv[0] not in COMMANDS:
-            raise UserError(f"unknown command '{argv[0]}'; there are: {', '.join(COMMANDS)}")
+            raise unknown("command", argv[0], COMMANDS)
         command = importlib.import_module(f"maelm_fast.cli.{argv[0]}")
         return int(command.main(argv[1:]))
     except UserError as error:

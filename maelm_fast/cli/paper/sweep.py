@@ -1,4 +1,4 @@
-"""`maelm-fast sweep TASK... --model DIR --data DIR --grid GRID --out OUT`: a grid over seeds, tasks and models.
+"""`maelm-fast paper sweep TASK... --model DIR --data DIR --grid GRID --out OUT`: a grid over seeds, tasks and models.
 
 Started again, by hand or beside itself, the command goes on with what is not finished; finetuning/sweep.py says which
 files there are, and in which order runs are taken up.
@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from maelm_fast.cli.common import OneLineParser
-from maelm_fast.cli.reproduce import duration
+from maelm_fast.cli.paper.experiment import duration
 from maelm_fast.config import require
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning import tasks
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
-        prog="maelm-fast sweep",
+        prog="maelm-fast paper sweep",
         description="Fine-tunes every cell of a grid with several seeds, and reports each task's best cell by the "
         "median over seeds on the development set. Several of these commands may share one --out, say one per GPU "
         "(CUDA_VISIBLE_DEVICES).",

@@ -1,4 +1,4 @@
-"""`maelm-fast prompt TASK... --model DIR --data DIR --out OUT`: zero-shot and few-shot results, as the paper's Table 7.
+"""`maelm-fast paper prompt TASK... --model DIR --data DIR --out OUT`: zero-shot and few-shot, as Table 7.
 
 Started again, by hand or beside itself, the command goes on with what is not finished; see
 maelm_fast/finetuning/prompting/run.py for the files.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from maelm_fast.cli.common import OneLineParser
-from maelm_fast.cli.sweep import parse_model
+from maelm_fast.cli.paper.sweep import parse_model
 from maelm_fast.config import require
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning import tasks
@@ -77,7 +77,7 @@ def _progress(seconds: float = 10.0) -> Callable[[dict[str, Any]], None]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
-        prog="maelm-fast prompt",
+        prog="maelm-fast paper prompt",
         description="Asks pretrained networks, decoder and head included, GLUE's tasks as clozes (label words at "
         "[MASK]): without training, or after training on a few examples per label; and, to compare, a classification "
         "head on the encoder with the same few examples. Table 7 of the paper; templates and settings of Gao et al. "

@@ -1,4 +1,4 @@
-"""`maelm-fast reproduce EXPERIMENT --scale SCALE`: a figure or table of the paper, planned, run and reported.
+"""`maelm-fast paper EXPERIMENT --scale SCALE`: a figure or table of the paper, planned, run and reported.
 
 The plan and what it costs are shown first. Started again, by hand or beside itself, the command goes on with what is
 not finished; see maelm_fast/paper/run.py for the files.
@@ -104,7 +104,7 @@ def _with_tasks(plan: Plan, options: argparse.Namespace, only_shown: bool) -> Pl
 
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
-        prog="maelm-fast reproduce",
+        prog="maelm-fast paper",
         description="A figure or table of the paper: pretraining, measurements, report. Shows its plan and cost first.",
         epilog="Exit code: 0, also when stopped by SIGTERM or SIGINT; 1 if a run failed; 2 for bad input.",
     )

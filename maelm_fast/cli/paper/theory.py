@@ -1,4 +1,4 @@
-"""maelm-fast theory: a run against the paper's theorem. Residuals and their bounds, ranks, [MASK]'s own subspace."""
+"""maelm-fast paper theory: a run against the paper's theorem: residuals, bounds, ranks, [MASK]'s own subspace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from maelm_fast.training.rundir import RunDir, load_run
 
 
 def main(argv: list[str]) -> int:
-    parser = OneLineParser(prog="maelm-fast theory", description="A run's representations against the paper's theory.")
+    parser = OneLineParser(prog="maelm-fast paper theory", description="A run against the paper's theory.")
     parser.add_argument("run", metavar="RUN", help="run directory")
     parser.add_argument("--step", type=int, help="checkpoint to read (default: the newest)")
     parser.add_argument("--tau", type=float, default=TAU, help=f"share of energy of a subspace (default: {TAU})")
