@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from maelm_fast import __version__
-from maelm_fast.cli.common import OneLineParser
+from maelm_fast.config import require
 
 PYTHON = (3, 11)
 TORCH = (2, 11)
@@ -47,8 +47,12 @@ class Row:
 
 
 def main(argv: list[str]) -> int:
-    parser = OneLineParser(prog="maelm-fast doctor", description="Check what is installed and what can run here.")
-    parser.parse_args(argv)
+    if argv:
+        require(
+            argv[0] in ("-h", "--help", "--help-all"), f"doctor takes no '{argv[0]}', nor anything else: leave it out"
+        )
+        print(f"usage: maelm-fast doctor\n\n{str(__doc__).partition(': ')[2].partition('.')[0]}.")
+        return 0
     sections = {"packages": package_rows()}
     failed = [row for row in sections["packages"] if row.state == "fail"]
     if not failed:

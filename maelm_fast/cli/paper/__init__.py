@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 
-from maelm_fast.errors import unknown
+from maelm_fast.cli.common import Main, run_command
+from maelm_fast.paper.catalogue import EXPERIMENTS
 
 TOOLS = {
     "sweep": "fine-tune a grid of hyperparameters with several seeds, and report each task's best cell",
@@ -14,22 +16,11 @@ TOOLS = {
 
 
 def main(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
-        print(_usage())
-        return 0
-    if argv[0] in TOOLS:
-        return int(importlib.import_module(f"maelm_fast.cli.paper.{argv[0]}").main(argv[1:]))
-    from maelm_fast.cli.paper import experiment
-    from maelm_fast.paper.catalogue import EXPERIMENTS
-
-    if argv[0] not in EXPERIMENTS:
-        raise unknown("experiment", argv[0], [*EXPERIMENTS, *TOOLS])
-    return experiment.main(argv)
+    commands = {name: experiment.title for name, experiment in EXPERIMENTS.items()} | TOOLS
+    return run_command("maelm-fast paper", commands, _find, argv)
 
 
-def _usage() -> str:
-    from maelm_fast.paper.catalogue import EXPERIMENTS
-
-    shown = [(name, experiment.title) for name, experiment in EXPERIMENTS.items()] + list(TOOLS.items())
-    lines = [f"  {name:8}{text}" for name, text in shown]
-    return "usage: maelm-fast paper WHAT ...\n\n" + "\n".join(lines) + "\n\n'maelm-fast paper WHAT --help' says more."
+def _find(name: str) -> Main:
+    module = importlib.import_module(f"maelm_fast.cli.paper.{name if name in TOOLS else 'experiment'}")
+    main: Main = module.main if name in TOOLS else functools.partial(module.main, name)
+    return main

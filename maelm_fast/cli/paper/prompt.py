@@ -6,17 +6,18 @@ maelm_fast/finetuning/prompting/run.py for the files.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from maelm_fast.cli.common import OneLineParser
+from maelm_fast.cli.common import option, parse
 from maelm_fast.cli.paper.sweep import parse_model
+from maelm_fast.cli.tasks import TaskOptions
 from maelm_fast.config import require
 from maelm_fast.errors import UserError
-from maelm_fast.finetuning import tasks
+from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, read_task
 from maelm_fast.finetuning.metrics import require_scikit_learn
 from maelm_fast.finetuning.run import Stopped
@@ -37,17 +38,81 @@ from maelm_fast.paper.prompting.tokens import Prompts, label_ids, shown
 from maelm_fast.paper.sweep_report import PrintedRow
 from maelm_fast.training.stop import StopSignals
 
+EXAMPLES = """
+    maelm-fast paper prompt sst2 mrpc --model runs/base --data glue/ --out prompts
+    maelm-fast paper prompt sst2 --model runs/base --data glue/ --show 3
+    maelm-fast paper prompt glue --model runs/base --model runs/roberta_base --data glue/ --out prompts --mode zero-shot
+"""
+MAIN = "task text_columns label_column".split()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Asks pretrained networks, decoder and head included, GLUE's tasks as clozes (label words at [MASK]): without
+    training, or after training on a few examples per label; and, to compare, a classification head on the encoder with
+    the same few examples. Table 7 of the paper; templates and settings of Gao et al. (2021).
+
+    Exit code: 0, also when stopped by SIGTERM or SIGINT; 2 for bad input."""
+
+    tasks: tuple[str, ...] = option(
+        (), positional=True, metavar="TASK", help=f"Of {', '.join(TEMPLATES)}; 'glue' is all of them."
+    )
+    model: tuple[str, ...] = option(metavar="[LABEL=]DIR[@STEP]")
+    """A run directory of ours (newest checkpoint, or STEP's) or a Hugging Face masked language model; a row each."""
+    data: str
+    """A directory with TASK/ or its files in it, or hub."""
+    out: Path | None = option(None, help=f"{REPORT}, {DATA}, predictions, and the ledger by which the command goes on.")
+    mode: str = option("all", metavar="MODE[,MODE]", help=f"Of {', '.join(MODES)}, or all.")
+    show: int | None = None
+    """Print the prompts of so many test examples as the model sees them, and stop."""
+    template: str | None = option(None, more=True)
+    """Of the one TASK, for example '{1} It was {mask}.'; {1-}: without its last punctuation mark, {2l}: first letter in
+    lower case."""
+    label_words: str | None = option(None, more=True, metavar="A,B")
+    """Of the one TASK, in the order of its classes; a regression task's are those of its low and its high end."""
+    shots: int = FewShotConfig.shots
+    """Few-shot: examples per label, and as many others to choose by."""
+    splits: int = option(
+        len(SPLIT_SEEDS),
+        more=True,
+        help=f"Few-shot: draws, with seeds {', '.join(map(str, SPLIT_SEEDS))}, 101, 102, ...",
+    )
+    lr: str = option(",".join(map(str, FewShotConfig.lrs)), metavar="X[,X]")
+    """Few-shot: learning rates, each tried on every draw."""
+    batch_size: str = option(",".join(map(str, FewShotConfig.batch_sizes)), metavar="N[,N]")
+    """Few-shot: likewise."""
+    grid: bool = option(
+        False,
+        more=True,
+        help="Few-shot: Gao et al.'s grid: learning rates "
+        f"{', '.join(f'{lr:g}' for lr in GRID_LRS)}, batches {', '.join(map(str, GRID_BATCH_SIZES))}.",
+    )
+    steps: int = option(FewShotConfig.steps, more=True)
+    """Few-shot: updates."""
+    evaluate_every: int = option(FewShotConfig.evaluate_every, more=True)
+    """Few-shot: updates between evaluations on the examples to choose by."""
+    dropout: float = option(FinetuneConfig.dropout, more=True)
+    """Few-shot."""
+    max_length: int = option(512, more=True)
+    """Tokens of an input; a longer one's texts are cut, its template stays."""
+    limit: int | None = None
+    """Test examples per split: a fixed pseudo-random subset."""
+    engine: Literal["auto", "packed", "transformers"] = option("auto", more=True)
+    """For Hugging Face directories: their own model (auto), or our kernels (packed)."""
+    device: Literal["auto", "cpu", "cuda"] = option("auto", more=True)
+    precision: Literal["auto", "bf16", "fp32"] = option("auto", more=True)
+
 
 def main(argv: list[str]) -> int:
-    options = _parser().parse_args(argv)
-    require(bool(options.show) or bool(options.out), "--out is needed: a directory for results")
+    options, own = parse("paper prompt", argv, Options, TaskOptions, examples=EXAMPLES, main=MAIN)
+    require(bool(options.show) or options.out is not None, "--out is needed: a directory for results")
     require_scikit_learn()
-    plan = _plan(options)
+    plan = _plan(options, own)
     if options.show:
         _show(plan, options.show)
         return 0
     about = check(plan)
-    out, printed = Path(options.out), {mode: _printed(mode) for mode in plan.modes}
+    out, printed = options.out, {mode: _printed(mode) for mode in plan.modes}
     busy, stopped = 0, False
     with StopSignals() as signals:
         try:
@@ -75,64 +140,16 @@ def _progress(seconds: float = 10.0) -> Callable[[dict[str, Any]], None]:
     return watch
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        prog="maelm-fast paper prompt",
-        description="Asks pretrained networks, decoder and head included, GLUE's tasks as clozes (label words at "
-        "[MASK]): without training, or after training on a few examples per label; and, to compare, a classification "
-        "head on the encoder with the same few examples. Table 7 of the paper; templates and settings of Gao et al. "
-        "(2021).",
-        epilog="Exit code: 0, also when stopped by SIGTERM or SIGINT; 2 for bad input.",
-    )
-    add = parser.add_argument
-    add("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(TEMPLATES)}; 'glue' is all of them")
-    add("--model", action="append", required=True, metavar="[LABEL=]DIR[@STEP]", help="a run directory of ours (newest "
-        "checkpoint, or STEP's) or a Hugging Face masked language model; may be given again: a row each")  # fmt: skip
-    add("--data", required=True, metavar="DIR", help="a directory with TASK/ or its files in it, or hub")
-    add("--out", metavar="OUT", help=f"{REPORT}, {DATA}, predictions, and the ledger by which the command goes on")
-    add("--mode", default="all", metavar="MODE[,MODE]", help=f"of {', '.join(MODES)}, or all (default)")
-    add("--show", type=int, metavar="N", help="print the prompts of N test examples as the model sees them, and stop")
-    add("--template", metavar="TEXT", help="of the one TASK, for example '{1} It was {mask}.'; {1-}: without its last "
-        "punctuation mark, {2l}: first letter in lower case")  # fmt: skip
-    add("--label-words", metavar="A,B", help="of the one TASK, in the order of its classes; a regression task's are "
-        "those of its low and its high end")  # fmt: skip
-    few, defaults = parser.add_argument_group("few-shot"), FewShotConfig()
-    few.add_argument("--shots", type=int, default=defaults.shots, metavar="K",
-                     help="examples per label, and as many others to choose by (default: 16)")  # fmt: skip
-    seeds = ", ".join(map(str, SPLIT_SEEDS))
-    few.add_argument("--splits", type=int, default=len(SPLIT_SEEDS), metavar="N",
-                     help=f"draws, with seeds {seeds}, 101, 102, ... (default: 5)")  # fmt: skip
-    few.add_argument("--lr", metavar="X[,X]", help="learning rates, each tried on every draw (default: 1e-5)")
-    few.add_argument("--batch-size", metavar="N[,N]", help="likewise (default: 8)")
-    rates, sizes = ", ".join(f"{lr:g}" for lr in GRID_LRS), ", ".join(map(str, GRID_BATCH_SIZES))
-    few.add_argument("--grid", action="store_true", help=f"Gao et al.'s: learning rates {rates}, batches {sizes}")
-    few.add_argument("--steps", type=int, default=defaults.steps, help="updates (default: 1000)")
-    few.add_argument("--evaluate-every", type=int, default=defaults.evaluate_every, metavar="N",
-                     help="updates between evaluations on the examples to choose by (default: 100)")  # fmt: skip
-    few.add_argument("--dropout", type=float, default=0.1, help="(default: 0.1)")
-    add("--max-length", type=int, default=512, help="tokens of an input; a longer one's texts are cut, its template "
-        "stays (default: 512, or what the model takes)")  # fmt: skip
-    add("--limit", type=int, metavar="N", help="test examples per split: a fixed pseudo-random subset")
-    add("--engine", choices=("auto", "packed", "transformers"), default="auto", help="for Hugging Face directories: "
-        "their own model (auto), or our kernels (packed)")  # fmt: skip
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--precision", choices=("auto", "bf16", "fp32"), default="auto")
-    add("--train", nargs="+", action="extend", default=[], metavar="FILE", help="of the one TASK, if not DIR/train.*")
-    add("--validation", nargs="+", action="extend", default=[], metavar="FILE", help="of the one TASK: the test")
-    own = parser.add_argument_group("a task of your own, instead of TASK, with --template and --label-words")
-    own.add_argument("--task", choices=("classification", "regression"))
-    own.add_argument("--text-columns", metavar="A[,B]")
-    own.add_argument("--label-column", metavar="NAME")
-    return parser
-
-
-def _plan(options: argparse.Namespace) -> Plan:
+def _plan(options: Options, own: TaskOptions) -> Plan:
     for name in ("show", "limit"):
         value = getattr(options, name)
         require(value is None or value >= 1, f"--{name} must be at least 1, not {value}")
     require(options.splits >= 1, f"--splits must be at least 1, not {options.splits}")
     modes = _modes(options.mode)
-    chosen = _tasks(options)
+    chosen = own.chosen(options.tasks, tuple(TEMPLATES))
+    for name in ("template", "label_words"):
+        of_one = f"--{name.replace('_', '-')} is for one task: name one task"
+        require(len(chosen) == 1 or not getattr(options, name), of_one)
     few = FewShotConfig(
         shots=options.shots,
         steps=options.steps,
@@ -144,7 +161,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     )
     models = tuple(parse_model(text) for text in options.model)
     seeds = (*SPLIT_SEEDS, *range(101, 101 + options.splits))[: options.splits]
-    questions = tuple(_question(task, options) for task in chosen)
+    questions = tuple(_question(task, options, own) for task in chosen)
     return Plan(models, questions, modes, few, seeds, base, options.engine)
 
 
@@ -155,36 +172,13 @@ def _modes(text: str) -> tuple[Mode, ...]:
     return tuple(mode for mode in MODES if mode in names)
 
 
-def _tasks(options: argparse.Namespace) -> list[Task]:
-    own = (options.task, options.text_columns, options.label_column)
-    if any(own):
-        require(not options.tasks, "a task by name and --task exclude each other")
-        require(all(own), "a task of your own needs --task, --text-columns and --label-column")
-        return [tasks.custom(options.task, options.text_columns.split(","), options.label_column)]
-    require(bool(options.tasks), f"name a task: {', '.join(TEMPLATES)}, or 'glue' for all of these")
-    names = list(dict.fromkeys(n for name in options.tasks for n in (TEMPLATES if name == "glue" else (name,))))
-    found = [tasks.get(name) for name in names]
-    for option in ("template", "label_words", "train", "validation"):
-        require(
-            len(found) == 1 or not getattr(options, option),
-            f"--{option.replace('_', '-')} is for one task: name one task",
-        )
-    return found
-
-
-def _cells(options: argparse.Namespace) -> dict[str, Any]:
-    require(
-        not (options.grid and (options.lr or options.batch_size)),
-        "--grid is a choice of learning rates and batch sizes: leave out --lr and --batch-size",
-    )
+def _cells(options: Options) -> dict[str, Any]:
     if options.grid:
+        given = (options.lr, options.batch_size) != (Options.lr, Options.batch_size)
+        require(not given, "--grid is a choice of learning rates and batch sizes: leave out --lr and --batch-size")
         return {"lrs": GRID_LRS, "batch_sizes": GRID_BATCH_SIZES}
-    cells: dict[str, Any] = {}
-    if options.lr:
-        cells["lrs"] = _numbers("--lr", options.lr, float)
-    if options.batch_size:
-        cells["batch_sizes"] = _numbers("--batch-size", options.batch_size, int)
-    return cells
+    sizes = _numbers("--batch-size", options.batch_size, int)
+    return {"lrs": _numbers("--lr", options.lr, float), "batch_sizes": sizes}
 
 
 def _numbers(option: str, text: str, kind: type) -> tuple[Any, ...]:
@@ -194,11 +188,11 @@ def _numbers(option: str, text: str, kind: type) -> tuple[Any, ...]:
         raise UserError(f"{option} takes numbers with commas between them, not '{text}'") from None
 
 
-def _question(task: Task, options: argparse.Namespace) -> Question:
+def _question(task: Task, options: Options, own: TaskOptions) -> Question:
     words = options.label_words.split(",") if options.label_words else None
     if task.labels or task.kind != "classification":
         template_for(task, options.template, words)  # before the data is read, which may take long
-    data = read_task(task, options.data, options.train, options.validation)
+    data = read_task(task, options.data, own.train, own.validation)
     return make_question(data, template_for(data.task, options.template, words), options.limit)
 
 
