@@ -167,7 +167,7 @@ def test_variants_of_a_configuration_without_decoder() -> None:
             with pytest.raises(UserError, match=f"variant {name} changes a MAE-LM"):
                 presets.variant(roberta, name)
     assert presets.variant(roberta, "mask40").masking.rate == 0.4
-    with pytest.raises(UserError, match=r"unknown variant 'delta'; there are: mlm, .*mask40"):
+    with pytest.raises(UserError, match=r"unknown variant 'delta', did you mean 'delta_1'\? there are: mlm, .*mask40"):
         presets.variant(presets.get("small"), "delta")
 
 

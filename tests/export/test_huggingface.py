@@ -374,14 +374,14 @@ def test_command(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "load_run", lambda path, step: replace(make_run(), step=step or 10))
-    assert command.main([str(tmp_path / "run"), "--to", "hf", "--step", "7"]) == 0
+    assert command.main([str(tmp_path / "run"), "--step", "7"]) == 0
     out = tmp_path / "run" / "export" / "mpnet-step_7"
     assert f"written: {out} (format mpnet, MPNetModel, step 7)" in capsys.readouterr().out
     assert (out / "model.safetensors").exists()
     for argv, words in (
-        ([str(tmp_path)], "--to"),
-        ([str(tmp_path), "--to", "onnx"], "invalid choice"),
-        ([str(tmp_path), "--to", "hf", "--format", "roberta"], "use mpnet"),
+        ([str(tmp_path), "--to", "hf"], "unknown option '--to'"),
+        ([str(tmp_path), "--format", "onnx"], "--format takes one of auto,"),
+        ([str(tmp_path), "--format", "roberta"], "use mpnet"),
     ):
         with pytest.raises(UserError, match=words):
             command.main(argv)

@@ -206,8 +206,8 @@ def test_a_bias_serves_layouts_that_come_and_go() -> None:
     bias = PositionBias(torch.randn(HEADS, 2 * POSITIONS - 1))
     for length in range(20, 30):
         layout = layout_of([length])
-        (spread,) = bias.spread(grouped.Grouping(layout, layout))
-        assert spread.shape == (HEADS, 1, length, length)
+        (spread,) = grouped.spread(bias, grouped.Grouping(layout, layout))
+        assert spread.values.shape == (HEADS, 1, length, length)
 
 
 def test_grouped_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
