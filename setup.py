@@ -15,7 +15,7 @@ from setuptools.command.build_ext import build_ext
 
 MODE = os.environ.get("MAELM_BUILD_EXT", "auto")
 FLAGS = ["-O3", "-std=c++17", "-DTORCH_TARGET_VERSION=0x020a000000000000"]  # the stable ABI of torch 2.10
-AUTO = {"language": "c++", "optional": MODE == "auto"}
+EVERY = {"language": "c++", "optional": MODE == "auto", "depends": glob("csrc/**/*.h", recursive=True)}
 LEFT_OUT = "warning: maelm_fast.{} is left out: {}"
 MODE in ("auto", "0", "cpu", "cuda") or sys.exit(f"MAELM_BUILD_EXT is '{MODE}'; it may be auto, 0, cpu or cuda")
 
@@ -30,8 +30,7 @@ def host():  # _host and the command that builds it, or ImportError
     import pybind11
 
     flags = {"include_dirs": [pybind11.get_include()], "extra_compile_args": [*FLAGS, "-fvisibility=hidden"]}
-    sources, headers = sorted(glob("csrc/host/*.cpp")), glob("csrc/host/*.h")
-    return Extension("maelm_fast._host", sources, depends=headers, **flags, **AUTO), build_ext
+    return Extension("maelm_fast._host", sorted(glob("csrc/host/*.cpp")), **flags, **EVERY), build_ext
 
 
 def ops():  # _C and the command that builds it, or RuntimeError with the reason it cannot be built
@@ -63,8 +62,7 @@ def ops():  # _C and the command that builds it, or RuntimeError with the reason
     flags = {"cxx": [*FLAGS, *wide], "nvcc": [*FLAGS, "-DUSE_CUDA"]}
     sources = sorted(glob("csrc/ops/*.cpp") + (glob("csrc/ops/*.cu") if cuda else []))
     make = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
-    options = {"depends": glob("csrc/ops/*.h"), "extra_compile_args": flags, "py_limited_api": True, **AUTO}
-    return make("maelm_fast._C", sources, **options), Build
+    return make("maelm_fast._C", sources, extra_compile_args=flags, py_limited_api=True, **EVERY), Build
 
 
 extensions, command = [], build_ext

@@ -70,7 +70,7 @@ def targets() -> dict[str, list[Step]]:
             train_step("eager", "base", "hf,hf_eager,padded", bias, 0.7, 0.9, batch=64),
             Step("ops", "benchmarks.ops --device cuda --dtype bf16 --sequences 256".split(), 1.5, 1.8,
                  "ops_cuda.jsonl"),
-            Step("ceilings", "benchmarks.roofline --measure --batch 256 --rounds 3".split(), 0.4, 0.6,
+            Step("ceilings", "benchmarks.ceilings --device cuda --batch 256 --rounds 3".split(), 0.4, 0.6,
                  "ceilings_cuda.jsonl"),
             Step("runs", [*on_gpu, "tests/gpu/test_runs.py"], 0.6, 0.9),
             Step("peers", [*tests, peers], 0.5, 0.7),
