@@ -7,9 +7,19 @@ import sys
 import textwrap
 
 HEAVY = (
-    "transformers", "accelerate", "sklearn", "scipy", "matplotlib", "flash_attn", "xformers",  # the extras
-    "datasets", "triton", "jsonargparse", "tokenizers", "pyarrow",
-)  # fmt: skip
+    "transformers",
+    "accelerate",
+    "sklearn",
+    "scipy",
+    "matplotlib",
+    "flash_attn",
+    "xformers",  # the extras
+    "datasets",
+    "triton",
+    "jsonargparse",
+    "tokenizers",
+    "pyarrow",
+)
 
 
 def run(code: str) -> str:

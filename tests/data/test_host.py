@@ -223,11 +223,24 @@ def large_calls(scale: int) -> dict[str, Callable[[], object]]:
         "spread": lambda: host.spread(lengths, 2048),
         "read": lambda: store.read(whole),
         "pack": lambda: host.pack(
-            ids=ids, lengths=np.array([len(ids)]), samples=one, epochs=one, counts=[1], alignment=1,
-            allocate=lambda elements: row[:elements], rate=0.5, stochastic=False, special_tokens=True, policy="mask",
-            shown=0.0, vocab_size=9, mask_id=8, special=(), seed=0,
+            ids=ids,
+            lengths=np.array([len(ids)]),
+            samples=one,
+            epochs=one,
+            counts=[1],
+            alignment=1,
+            allocate=lambda elements: row[:elements],
+            rate=0.5,
+            stochastic=False,
+            special_tokens=True,
+            policy="mask",
+            shown=0.0,
+            vocab_size=9,
+            mask_id=8,
+            special=(),
+            seed=0,
         ),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("name", ["pack", "best_fit", "spread", "read", "permute"])
