@@ -21,6 +21,7 @@ from maelm_fast.data.update import new_row
 from maelm_fast.errors import UserError
 from maelm_fast.masking import Masker, Vocabulary
 from tests.batches import assert_same_batch
+from tests.waiting import HANG
 
 MASKER = Masker(MaskingConfig(), Vocabulary(300, 299, (0, 1, 2, 3, 299)), seed=5, encoder_sees_mask=False)
 SMALL = Masker(MaskingConfig(), Vocabulary(250, 249, (0, 249)), seed=5, encoder_sees_mask=False)
@@ -166,7 +167,7 @@ def test_a_trainer_that_fails_ends(store: Path, tmp_path: Path) -> None:
     script.write_text(FAILING)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, str(script), str(store)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=HANG)
     assert run.returncode == 1
     assert run.stderr.endswith("ArithmeticError\n"), run.stderr
 
