@@ -193,19 +193,29 @@ def host_rows(rounds: int) -> list[dict[str, Any]]:
         raise SystemExit("gate: the compiled host code and NumPy disagree; nothing is timed")
     cases: list[tuple[str, Call, Call, str]] = [
         ("mask and pack 32 x 512", lambda: pack(*arguments), lambda: pack_plain(*arguments), "tokens/s"),
-        ("best fit, 20,000 documents", lambda: best_fit(documents, 16384), lambda: best_fit_numpy(documents, 16384),
-         f"fill {documents.sum() / (count * 16384):.2%}"),
-    ]  # fmt: skip
+        (
+            "best fit, 20,000 documents",
+            lambda: best_fit(documents, 16384),
+            lambda: best_fit_numpy(documents, 16384),
+            f"fill {documents.sum() / (count * 16384):.2%}",
+        ),
+    ]
     rows = []
     for name, ours, numpy, note in cases:
         taken = turns([ours, numpy], "cpu", rounds)
         speed = f"{32 * 512 / statistics.median(taken[0]) / 1e6:.0f}M tokens/s" if note == "tokens/s" else note
         ratio = [quartiles([b / a for a, b in zip(*taken, strict=True)]), quartiles([1.0])]
         for i, contestant in enumerate(("ours", "numpy")):
-            rows.append({
-                "op": name, "phase": "host", "contestant": contestant, "ms": quartiles([1000 * s for s in taken[i]]),
-                "ratio": ratio[i], "note": "" if i else speed,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "op": name,
+                    "phase": "host",
+                    "contestant": contestant,
+                    "ms": quartiles([1000 * s for s in taken[i]]),
+                    "ratio": ratio[i],
+                    "note": "" if i else speed,
+                }
+            )
     return rows
 
 
@@ -245,12 +255,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device is visible")
     setting = Setting(
-        device=options.device, dtype=DTYPES[options.dtype], sequences=options.sequences, length=options.length,
+        device=options.device,
+        dtype=DTYPES[options.dtype],
+        sequences=options.sequences,
+        length=options.length,
         width=options.width,
-    )  # fmt: skip
+    )
     if min(setting.sequences, setting.length, setting.width, options.rounds) < 1 or setting.width % setting.heads:
-        parser.error("--sequences, --length and --rounds must be at least 1, --width a multiple of "
-                     f"{setting.heads}, the number of heads")  # fmt: skip
+        parser.error(
+            "--sequences, --length and --rounds must be at least 1, --width a multiple of "
+            f"{setting.heads}, the number of heads"
+        )
     machine = environment(options.device)
     bandwidth = copy_bandwidth(options.device)
     machine["copy_gb_per_s"] = round(bandwidth / 1e9, 1)

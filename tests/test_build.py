@@ -119,7 +119,7 @@ def test_the_source_distribution_holds_kernels_and_csrc(tmp_path: Path) -> None:
     (archive,) = (source / "dist").glob("*.tar.gz")
     shutil.unpack_archive(archive, tmp_path / "unpacked", filter="data")
     (top,) = (tmp_path / "unpacked").iterdir()
-    for name in ("csrc/ops/index.h", "csrc/ops/scatter_to_decoder_cuda.cu", "csrc/host/bindings.cpp"):
+    for name in ("csrc/philox.h", "csrc/ops/index.h", "csrc/ops/scatter_to_decoder_cuda.cu", "csrc/host/bindings.cpp"):
         assert (top / name).is_file(), name
     kernel = top / "maelm_fast" / "kernels" / "common.py"
     assert kernel.is_file()

@@ -9,9 +9,19 @@ import textwrap
 from tests.waiting import HANG
 
 HEAVY = (
-    "transformers", "accelerate", "sklearn", "scipy", "matplotlib", "flash_attn", "xformers",  # the extras
-    "datasets", "triton", "jsonargparse", "tokenizers", "pyarrow",
-)  # fmt: skip
+    "transformers",
+    "accelerate",
+    "sklearn",
+    "scipy",
+    "matplotlib",
+    "flash_attn",
+    "xformers",  # the extras
+    "datasets",
+    "triton",
+    "jsonargparse",
+    "tokenizers",
+    "pyarrow",
+)
 
 
 def run(code: str) -> str:
