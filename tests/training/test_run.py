@@ -187,9 +187,9 @@ def start(store: Path, out: Path, workers: int = 0) -> subprocess.Popen[str]:
     )
 
 
-def finish(child: subprocess.Popen[str], timeout: float = 240) -> str:
+def finish(child: subprocess.Popen[str], timeout: float = 240, code: int = 0) -> str:
     output, _ = child.communicate(timeout=timeout)
-    assert child.returncode == 0, output
+    assert child.returncode == code, output
     return output
 
 
@@ -212,7 +212,7 @@ def test_sigkill_and_sigterm_leave_a_run_that_goes_on_bit_for_bit(store: Path, t
     asked = start(store, cut)
     wait_for_step(cut, 35)
     asked.send_signal(signal.SIGTERM)
-    output = finish(asked, timeout=60)
+    output = finish(asked, timeout=60, code=143)
     assert "going on from step" in output
     assert "SIGTERM: saved at step" in output
     assert "going on from step" in finish(start(store, cut))
@@ -225,7 +225,7 @@ def test_a_signal_to_the_whole_group_stops_a_run_with_workers(store: Path, tmp_p
     child = start(store, out, workers=2)
     wait_for_step(out, 5)
     os.killpg(child.pid, signal.SIGTERM)
-    assert "SIGTERM: saved at step" in finish(child, timeout=60)
+    assert "SIGTERM: saved at step" in finish(child, timeout=60, code=143)
 
 
 def test_a_finished_run_is_left_alone(store: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
