@@ -167,7 +167,7 @@ def test_variants_of_a_configuration_without_decoder() -> None:
             with pytest.raises(UserError, match=f"variant {name} changes a MAE-LM"):
                 presets.variant(roberta, name)
     assert presets.variant(roberta, "mask40").masking.rate == 0.4
-    with pytest.raises(UserError, match=r"unknown variant 'delta'; there are: mlm, .*mask40"):
+    with pytest.raises(UserError, match=r"unknown variant 'delta', did you mean 'delta_1'\? there are: mlm, .*mask40"):
         presets.variant(presets.get("small"), "delta")
 
 
@@ -192,7 +192,7 @@ def test_sizes_of_base() -> None:
 
 @pytest.mark.parametrize(("name", "mflops"), [("base", 651.9), ("roberta_base", 555.3), ("base_cross", 545.0)])
 def test_flops_per_token_of_full_sequences(name: str, mflops: float) -> None:
-    """The counting of the roofline: 512 tokens, 15% masked (77 of 512 here), last-layer saving."""
+    """The counting of the projection: 512 tokens, 15% masked (77 of 512 here), last-layer saving."""
     per_token = training_flops(presets.get(name).model, [435], [512], [77]) / 512 / 1e6
     assert per_token == pytest.approx(mflops, rel=2e-3)
 

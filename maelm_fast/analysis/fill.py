@@ -63,7 +63,8 @@ def best_text(run: LoadedRun, text: str, candidates: list[list[Candidate]]) -> s
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a text with <mask>, in the form of a pretraining sample."""
+    """Token ids of a text with <mask> or [MASK], in the form of a pretraining sample."""
+    text = text.replace("[MASK]", "<mask>").replace("<mask>", special_names(tokenizer)["mask"])
     if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
         tokenizer = Tokenizer.from_str(tokenizer.to_str())
         # It would put a space before each stretch between masks; only the start of a line has one in pretraining.

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from maelm_fast import __version__
-from maelm_fast.cli.common import OneLineParser
+from maelm_fast.config import require
 
 PYTHON = (3, 11)
 TORCH = (2, 11)
@@ -28,11 +28,11 @@ REQUIRED = (
     "torch", "numpy", "pyarrow", "datasets", "tokenizers", "jsonargparse", "pyyaml", "rich", "safetensors",
 )  # fmt: skip
 OPTIONAL = {
-    "transformers": ("hf", "export to Hugging Face and its reload check, 'finetune', 'sweep' and 'prompt'"),
+    "transformers": ("hf", "export to Hugging Face and its reload check, 'finetune' and 'paper'"),
     "accelerate": ("hf", "training an exported model with the Hugging Face Trainer"),
-    "matplotlib": ("plot", "'plot', 'rank', 'theory', 'demo', reports of 'finetune', 'sweep' and 'reproduce'"),
-    "scikit-learn": ("finetune", "'finetune', 'sweep' and 'prompt': metrics and baselines"),
-    "scipy": ("finetune", "'finetune', 'sweep' and 'prompt': correlations"),
+    "matplotlib": ("plot", "'plot', 'rank', 'demo', reports of 'finetune' and 'paper'"),
+    "scikit-learn": ("finetune", "'finetune' and 'paper': metrics and baselines"),
+    "scipy": ("finetune", "'finetune' and 'paper': correlations"),
 }
 """Package: the extra it belongs to, what is lost without it."""
 
@@ -47,8 +47,12 @@ class Row:
 
 
 def main(argv: list[str]) -> int:
-    parser = OneLineParser(prog="maelm-fast doctor", description="Check what is installed and what can run here.")
-    parser.parse_args(argv)
+    if argv:
+        require(
+            argv[0] in ("-h", "--help", "--help-all"), f"doctor takes no '{argv[0]}', nor anything else: leave it out"
+        )
+        print(f"usage: maelm-fast doctor\n\n{str(__doc__).partition(': ')[2].partition('.')[0]}.")
+        return 0
     sections = {"packages": package_rows()}
     failed = [row for row in sections["packages"] if row.state == "fail"]
     if not failed:

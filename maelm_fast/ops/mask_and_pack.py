@@ -19,6 +19,7 @@ from maelm_fast.config import MaskingConfig
 from maelm_fast.ops import dispatch
 from maelm_fast.ops.reference import mask_and_pack as reference
 from maelm_fast.ops.reference.mask_and_pack import Keys, Vocabulary
+from maelm_fast.ops.registration import custom_op, describe
 
 _LONGEST = 4096  # maelm_fast.kernels.mask_and_pack.LONGEST
 _ALIGNMENT = 16  # numbers: each part of what is sent starts on a cache sector
@@ -123,7 +124,7 @@ def mask_and_pack(
     )
 
 
-@torch.library.custom_op("maelm_fast::mask_and_pack_triton_counts", mutates_args=())
+@custom_op("mask_and_pack_triton_counts")
 def mask_and_pack_triton_counts(
     ids: Tensor,
     starts: Tensor,
@@ -148,12 +149,14 @@ def mask_and_pack_triton_counts(
     return torch.stack((numbers, removed))
 
 
-@mask_and_pack_triton_counts.register_fake
-def _(ids: Tensor, starts: Tensor, *_: object) -> Tensor:
+def _fake_counts(ids: Tensor, starts: Tensor, *_: object) -> Tensor:
     return starts.new_empty(2, starts.shape[0] - 1)
 
 
-@torch.library.custom_op("maelm_fast::mask_and_pack_triton_fwd", mutates_args=())
+describe("mask_and_pack_triton_counts", _fake_counts)
+
+
+@custom_op("mask_and_pack_triton_fwd")
 def mask_and_pack_triton_fwd(
     ids: Tensor,
     cu_seqlens: Tensor,
@@ -195,8 +198,7 @@ def mask_and_pack_triton_fwd(
     )
 
 
-@mask_and_pack_triton_fwd.register_fake
-def _(
+def _fake_fwd(
     ids: Tensor,
     cu_seqlens: Tensor,
     decoder_cu_seqlens: Tensor,
@@ -210,6 +212,9 @@ def _(
 ) -> tuple[Tensor, ...]:
     sizes = (num_visible, num_visible, ids.shape[0], ids.shape[0], num_masked, num_masked)
     return tuple(ids.new_empty(size, dtype=torch.int32) for size in sizes)
+
+
+describe("mask_and_pack_triton_fwd", _fake_fwd)
 
 
 def _triton_reasons(ids: Tensor, lengths: tuple[int, ...]) -> list[str]:

@@ -344,6 +344,28 @@ def test_bad_text_leaves_nothing(text):
 # Tokenizer
 
 
+@pytest.mark.parametrize("inputs", [False, True])
+def test_the_tokenizer_sees_nothing_of_the_validation_split(text, inputs):
+    """A word of those documents alone is no token; had they been among the inputs of training, it would be."""
+    foreign = text.parent / "foreign.txt"
+    foreign.write_text("\n\n".join(" ".join(["zyzzyva"] * 50 + [str(i)]) for i in range(20)))
+    if inputs:
+        config = configure(text, validation_inputs=(str(foreign),))
+    else:
+        config = dataclasses.replace(configure(text), inputs=(str(text), str(foreign)))
+    with pytest.MonkeyPatch.context() as patch:
+        if not inputs:
+            patch.setattr(module._Job, "in_validation", lambda _, document: "zyzzyva" in document[0])
+        prepare(config)
+    store = TokenStore.open(config.out, "validation")
+    assert all("zyzzyva" in sample for sample in decoded(store))
+    assert len(store.tokenizer().encode("zyzzyva", add_special_tokens=False).ids) > 3
+    config = dataclasses.replace(config, inputs=(str(text), str(foreign)), validation_inputs=())
+    prepare(dataclasses.replace(config, out=text.parent / "both"))
+    store = TokenStore.open(text.parent / "both")
+    assert len(store.tokenizer().encode("zyzzyva", add_special_tokens=False).ids) == 1
+
+
 def test_given_tokenizer(text):
     first = prepare(configure(text))
     given = text.parent / "store" / "tokenizer.json"

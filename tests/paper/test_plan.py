@@ -77,7 +77,7 @@ def test_tokens_add_up(scale: str, tokens: int) -> None:
     assert cost(pair.runs[0], mean_length=10).tokens == tokens / scales.get(scale).settings["base"].corpus.seq_len * 10
 
 
-def test_flops_of_full_are_those_of_the_roofline() -> None:
+def test_flops_of_full_are_those_of_the_projection() -> None:
     """651.9 and 555.3 MFLOP a token of full sequences (test_presets), and little more for looking at the model."""
     mlm, mae_lm = plan("fig5", "full").runs
     assert cost(mlm).flops / cost(mlm).tokens / 1e6 == pytest.approx(555.3, rel=0.005)

@@ -1,4 +1,4 @@
-"""`maelm-fast reproduce` end to end, a few updates a run: what it writes, and that nothing is lost or done twice."""
+"""`maelm-fast paper` end to end, a few updates a run: what it writes, and that nothing is lost or done twice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from maelm_fast import presets, work
 from maelm_fast.cli.main import main
-from maelm_fast.cli.reproduce import duration
+from maelm_fast.cli.paper.experiment import duration
 from maelm_fast.data.token_store import Manifest
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.markdown import over_draws, over_seeds
@@ -54,7 +54,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(experiment: str, store: Path, out: Path, *options: str) -> list[str]:
-    return ["reproduce", experiment, "--scale", "smoke", "--data", str(store), "--out", str(out),
+    return ["paper", experiment, "--scale", "smoke", "--data", str(store), "--out", str(out),
             "--updates", str(UPDATES), *options]  # fmt: skip
 
 
@@ -216,16 +216,16 @@ def test_what_fails_is_not_tried_again_until_the_next_command(
 
 def test_a_plan_is_shown_and_nothing_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert main(["reproduce", "table2", "--scale", "smoke", "--plan", "--out", str(out)]) == 0
+    assert main(["paper", "table2", "--scale", "smoke", "--plan", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "14 runs" in shown
     assert "measured just now" in shown
     assert "The GLUE column of our own is missing" in shown
-    assert main(["reproduce", "table1", "--scale", "full", "--out", str(out)]) == 0
+    assert main(["paper", "table1", "--scale", "full", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "only planned: scale full starts when --run is given" in shown
     assert "131.1B" in shown
-    assert main(["reproduce", "fig4", "--scale", "smoke", "--rows", "0.5", "0", "--plan", "--out", str(out)]) == 0
+    assert main(["paper", "fig4", "--scale", "smoke", "--rows", "0.5", "0", "--plan", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "2 runs" in shown
     assert "not asked for: 0.25; 0.75; 1" in shown
@@ -252,7 +252,7 @@ def test_bad_input_is_one_line(
 ) -> None:
     (tmp_path / "empty").mkdir()
     places = {"out": tmp_path / "out", "store": store, "empty": tmp_path / "empty"}
-    assert main(["reproduce", *arguments.format(**places).split()]) == 2
+    assert main(["paper", *arguments.format(**places).split()]) == 2
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 1
     assert message in err[0]
@@ -278,7 +278,7 @@ def test_a_directory_of_text_becomes_a_store_once(
     for i, (stage, config) in enumerate(cell.stages.items()):
         Ledger(tmp_path / "out").append({"key": cell.key, "stage": stage, "config": config, "result": {}})
         capsys.readouterr()
-        assert main(["reproduce", "fig1", "--scale", "smoke", "--data", str(texts), "--out", str(tmp_path / "out"),
+        assert main(["paper", "fig1", "--scale", "smoke", "--data", str(texts), "--out", str(tmp_path / "out"),
                      "--plan"]) == 0  # fmt: skip
         shown = capsys.readouterr().out
         assert "not prepared yet" not in shown

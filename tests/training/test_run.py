@@ -82,18 +82,50 @@ def test_metrics_have_what_was_promised(whole: Path) -> None:
     assert train[0]["masked"] == 12 * 5  # round(0.15 * 32) of each
 
 
-def test_validation_loss_is_the_mean_over_samples_drawn_from_the_whole_split(store: Path, whole: Path) -> None:
-    opened, run = TokenStore.open(store, "validation"), load_run(whole)
+def test_validation_loss_is_the_mean_over_samples_drawn_from_the_whole_split(store: Path, tmp_path: Path) -> None:
+    """Without dropout: the weights are large, so that it would show."""
+    out = tmp_path / "run"
+    pretrain("tiny", config(model={"init_std": 0.5}, optim={"max_steps": 1, "warmup_steps": 0}), str(store), str(out))
+    opened, run = TokenStore.open(store, "validation"), load_run(out)
     assert len(opened) > 20
     ids = permutation(np.arange(20), len(opened), 0, VALIDATION_EPOCH)
     epochs = np.full(20, VALIDATION_EPOCH)
     batch = pack([opened[i] for i in ids.tolist()], ids, epochs, config().masking, run.vocabulary, 0, False)
     with torch.no_grad():
         loss, correct = run.model(batch)
-    last = [row for row in rows(whole) if row["kind"] == "validation"][-1]
+    last = [row for row in rows(out) if row["kind"] == "validation"][-1]
     assert last["val_loss"] == pytest.approx(float(loss) / batch.counts.masked, rel=1e-5)
     assert last["val_perplexity"] == pytest.approx(math.exp(last["val_loss"]))
     assert last["val_accuracy"] == int(correct) / batch.counts.masked
+
+
+def test_every_micro_batch_has_dropout_of_its_own(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Always the same micro-batch and weights, the latter so large that dropout shows: the losses differ over updates
+    and within one."""
+    forward = trainer.MaeLm.forward
+    drawn: list[tuple[int, float]] = []
+
+    def of_the_first(self: Any, batch: Any, dropout_seed: torch.Tensor) -> Any:
+        if not drawn:
+            of_the_first.batch = batch  # type: ignore[attr-defined]
+        loss, correct = forward(self, of_the_first.batch, dropout_seed)  # type: ignore[attr-defined]
+        drawn.append((int(dropout_seed), float(loss.detach())))
+        return loss, correct
+
+    monkeypatch.setattr(trainer.MaeLm, "forward", of_the_first)
+    monkeypatch.setattr(trainer, "evaluate", lambda *_: {"val_loss": 1.0, "val_perplexity": 1.0, "val_accuracy": 0.0})
+
+    def run(seed: int, name: str) -> list[tuple[int, float]]:
+        drawn.clear()
+        asked = config(model={"init_std": 0.5}, optim={"lr": 1e-30, "max_steps": 4})
+        pretrain("tiny", replace(asked, seed=seed), str(store), str(tmp_path / name))
+        return drawn.copy()
+
+    first = run(0, "first")
+    seeds, losses = ({pair[i] for pair in first} for i in (0, 1))
+    assert len(seeds) == len(losses) == len(first) == 4 * 3
+    assert run(0, "again") == first
+    assert not {seed for seed, _ in run(1, "other")} & seeds
 
 
 class Killed(Exception):
