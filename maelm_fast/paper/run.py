@@ -30,7 +30,6 @@ from maelm_fast.paper.scales import Corpus
 from maelm_fast.stop import StopSignals
 from maelm_fast.training.hardware import choose_device
 from maelm_fast.training.job import pretrain
-from maelm_fast.training.live import live_metric
 from maelm_fast.training.rundir import RunDir, load_run
 from maelm_fast.work import Identity, Ledger, Unit, Worker, lock, work
 
@@ -147,7 +146,7 @@ class _Worker(Worker[Part]):
     def do(self, part: Part, stop: StopSignals) -> dict[str, Any]:
         cell, run = part.cell, part.run
         if part.stage == PRETRAINING:
-            pretrain(cell.preset, cell.config, cell.data, str(run.path), live_metric=live_metric)
+            pretrain(cell.preset, cell.config, cell.data, str(run.path))
             return pretraining_result(run)
         for step in cell.rank_steps:
             if part.stage == rank_stage(step):

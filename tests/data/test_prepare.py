@@ -19,6 +19,7 @@ from maelm_fast.data.prepare import Chunk, PrepareConfig, cut_blocks, cut_docume
 from maelm_fast.data.token_store import Manifest, TokenStore
 from maelm_fast.errors import UserError
 from maelm_fast.work import lock
+from tests.waiting import HANG
 
 WORDS = ["Apple", "bear", "cloud", "Door", "earth", "fire", "grass", "house", "ink", "jar"]
 
@@ -141,7 +142,7 @@ def run_and_kill(text, workers, files):
     script.write_text(DYING)
     environment = {**os.environ, "PYTHONPATH": str(Path(module.__file__).parents[2])}
     command = [sys.executable, str(script), str(text), str(workers), str(files)]
-    return subprocess.run(command, env=environment, check=False, capture_output=True, timeout=30).returncode
+    return subprocess.run(command, env=environment, check=False, capture_output=True, timeout=HANG).returncode
 
 
 def test_killed_at_every_step_and_gone_on_with(text):

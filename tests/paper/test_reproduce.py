@@ -29,6 +29,7 @@ from maelm_fast.paper.scores import rank_cells
 from maelm_fast.training.rundir import RunDir
 from maelm_fast.training.trainer import Trainer
 from maelm_fast.work import Ledger
+from tests.waiting import HANG
 
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,14 +159,15 @@ def test_a_run_that_fails_is_recorded_and_costs_only_itself(
 
 
 OTHER_PROCESS = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from maelm_fast.work import Ledger, lock
+parent = os.getppid()
 out, held, rows, key, *stages = Path(sys.argv[1]), *sys.argv[2:]
 with lock(out / "locks" / f"{held}.lock") as ours:
     print("held" if ours else "not held", flush=True)
-    deadline = time.monotonic() + 60
-    while len(Ledger(out).rows()) < int(rows) and time.monotonic() < deadline:
+    while len(Ledger(out).rows()) < int(rows):
+        assert os.getppid() == parent
         time.sleep(0.05)
     for stage, config in (pair.split("=") for pair in stages):
         Ledger(out).append({"key": key, "stage": stage, "config": config, "result": {}})
@@ -190,7 +192,7 @@ def test_what_another_process_works_on_is_left_to_it(
     assert other.stdout.readline() == "held\n"
     monkeypatch.setattr(work, "_POLL_SECONDS", 0.05)
     run.run_plan(plan, tmp_path)
-    assert other.wait(60) == 0
+    assert other.wait(HANG) == 0
     rows = [(row["key"], row["stage"], row["config"]) for row in Ledger(tmp_path).rows()]
     assert rows[-len(parts) :] == [(first.key, *part) for part in parts]
     assert sorted(rows) == sorted((cell.key, *part) for cell in plan.runs for part in cell.stages.items())

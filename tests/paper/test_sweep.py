@@ -34,6 +34,7 @@ from maelm_fast.paper.sweep_report import average, best_json, find_best, write_t
 from maelm_fast.stop import Stopped
 from maelm_fast.work import Ledger
 from tests.finetuning import toys
+from tests.waiting import HANG, wait_until
 
 GRID = Grid("mine", "a test's", {"lr": (1e-4, 2e-4, 3e-4), "epochs": (2, 4)})
 MODELS = (Model("MLM", "mlm", 20, False, "aaa"), Model("MAE-LM", "mae", 20, False, "bbb"))
@@ -271,14 +272,14 @@ def test_time_is_estimated_from_finished_runs_of_the_same_kind(tmp_path: Path, m
     assert seconds == pytest.approx(2 * 2 * 3 * (3.0 * 2 + 3.0 * 4)), "2 models, 2 seeds, 3 rates, of 2 and 4 epochs"
 
 
-def slowly(out: Path, seconds: float) -> None:
-    """In a process of its own: the stand-in, taking its time, but stopping when it is asked to."""
+def slowly(out: Path, rows: int, processes: int) -> None:
+    """In a process of its own: the stand-in, which waits until so many processes have begun, and once there are so many
+    rows for nothing but to be stopped."""
 
     def slow(sweep: Sweep, run: Run, out: Path, problems: Any, stop: Callable[[], bool]) -> dict[str, Any]:
         with open(out / "begun", "a") as file:
             file.write(f"{os.getpid()} {run.key}\n")
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        while len(Ledger(out).rows()) >= rows or len(by_process(out)) < processes:
             time.sleep(0.005)
             if stop():
                 raise Stopped(1)
@@ -293,23 +294,20 @@ def slowly(out: Path, seconds: float) -> None:
     os._exit(0)
 
 
-def start(out: Path, seconds: float) -> Any:
+def start(out: Path, rows: int = 99, processes: int = 1) -> Any:
     out.mkdir(exist_ok=True)
-    process = multiprocessing.get_context("fork").Process(target=slowly, args=(out, seconds))
+    process = multiprocessing.get_context("fork").Process(target=slowly, args=(out, rows, processes))
     process.start()
     return process
 
 
 def ended(process: Any) -> int:
-    process.join(60)
+    process.join(HANG)
     return int(process.exitcode)
 
 
-def wait_for(out: Path, rows: int) -> None:
-    deadline = time.monotonic() + 60
-    while len(Ledger(out).rows()) < rows:
-        assert time.monotonic() < deadline, "the process does nothing"
-        time.sleep(0.01)
+def by_process(out: Path) -> Counter[str]:
+    return Counter(line.split()[0] for line in (out / "begun").read_text().splitlines())
 
 
 def begun(out: Path) -> Counter[str]:
@@ -319,35 +317,33 @@ def begun(out: Path) -> Counter[str]:
 @pytest.mark.parametrize(("end", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
 def test_ended_in_the_middle_and_gone_on(end: signal.Signals, code: int, tmp_path: Path) -> None:
     cut, whole = tmp_path / "cut", tmp_path / "whole"
-    process = start(cut, 0.2)
-    wait_for(cut, 3)
+    process = start(cut, rows=3)
+    wait_until(lambda: (cut / "begun").exists() and sum(begun(cut).values()) == 4)
     os.kill(process.pid, end)
     assert ended(process) == code
-    assert 3 <= len(titles(cut)) < 12
-    assert ended(start(cut, 0.0)) == 0
-    assert ended(start(whole, 0.0)) == 0
+    assert len(titles(cut)) == 3
+    assert ended(start(cut)) == 0
+    assert ended(start(whole)) == 0
     assert titles(cut) == titles(whole)
     assert len(set(titles(cut))) == 12
-    assert sum(begun(cut).values()) <= 13, "only the run that was cut short began twice"
+    assert sum(begun(cut).values()) == 13, "only the run that was cut short began twice"
     sweep = small(tasks=("sst2",), seeds=1)
     assert best_json(sweep, read_done(cut)) == best_json(sweep, read_done(whole))
 
 
 def test_two_processes_share(tmp_path: Path) -> None:
-    processes = [start(tmp_path / "out", 0.1) for _ in range(2)]
+    processes = [start(tmp_path / "out", processes=2) for _ in range(2)]
     assert [ended(process) for process in processes] == [0, 0]
     assert set(begun(tmp_path / "out").values()) == {1}
     assert len(set(titles(tmp_path / "out"))) == len(titles(tmp_path / "out")) == 12
-    by = Counter(line.split()[0] for line in (tmp_path / "out" / "begun").read_text().splitlines())
-    assert len(by) == 2
-    assert min(by.values()) >= 2
+    assert len(by_process(tmp_path / "out")) == 2
 
 
 def still_starting(*_: Any) -> None:
     """A worker that has no handler for signals yet."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getppid(), signal.SIGTERM)
-    time.sleep(60)
+    time.sleep(HANG)
 
 
 def test_a_stop_while_workers_start_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
