@@ -246,11 +246,11 @@ def start(store: Path, out: Path, after: int, workers: int = 0) -> subprocess.Po
     return child
 
 
-def release(child: subprocess.Popen[str], out: Path) -> str:
-    """What it printed when it has ended well."""
+def release(child: subprocess.Popen[str], out: Path, code: int = 0) -> str:
+    """What it printed when it has ended, with that exit status."""
     out.with_suffix(".go").touch()
     output, _ = child.communicate(timeout=HANG)
-    assert child.returncode == 0, output
+    assert child.returncode == code, output
     return output
 
 
@@ -268,7 +268,7 @@ def test_sigkill_and_sigterm_leave_a_run_that_goes_on_bit_for_bit(
         killed.communicate()
     asked = start(store, cut, after=2)
     asked.send_signal(signal.SIGTERM)
-    output = release(asked, cut)
+    output = release(asked, cut, code=143)
     assert "going on from step 4\n" in output
     assert "SIGTERM: saved at step 7;" in output
     pretrain("tiny", config(), str(store), str(cut))
@@ -281,7 +281,7 @@ def test_a_signal_to_the_whole_group_stops_a_run_with_workers(store: Path, tmp_p
     out = tmp_path / "run"
     child = start(store, out, after=1, workers=1)
     os.killpg(child.pid, signal.SIGTERM)
-    assert "SIGTERM: saved at step 2;" in release(child, out)
+    assert "SIGTERM: saved at step 2;" in release(child, out, code=143)
 
 
 def test_a_finished_run_is_left_alone(store: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
