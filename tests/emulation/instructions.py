@@ -108,9 +108,10 @@ def _convert(parts: tuple[str, ...]) -> Operation:
     if source == "bf16":
         return Operation(("b16",), to, from_bf16)
     if source[0] == "f" and to[0] in "su":
-        rounded, limits = ROUNDED[next(part for part in parts if part in ROUNDED)], np.iinfo(TYPES[to])
+        rounded = ROUNDED[next(part for part in parts if part in ROUNDED)]
+        limits = np.iinfo(TYPES[to]).min, np.iinfo(TYPES[to]).max
         return Operation(
-            (source,), to, lambda a: np.clip(rounded(np.nan_to_num(a)), limits.min, limits.max).astype(TYPES[to])
+            (source,), to, lambda a: np.clip(rounded(np.nan_to_num(a.astype(np.float64))), *limits).astype(TYPES[to])
         )
     return Operation((source,), to, lambda a: a.astype(TYPES[to]))
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import triton
 from torch import Tensor
@@ -74,6 +75,8 @@ class StandIn:
         values = [given[name] for name, kind in signature.items() if kind != "constexpr"]
         kinds = [kind for kind in signature.values() if kind != "constexpr"]
         text = self.changed(compiled.asm["ptx"])
+        if "tf32" in text:
+            pytest.skip("a product of fp32: on a GPU attention's kernel takes none")
         if (compiled.hash, text) not in self.ready:
             (program,) = programs(text).values()
             self.ready[compiled.hash, text] = Kernel(program)

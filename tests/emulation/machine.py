@@ -173,6 +173,8 @@ class Blocks:
                         raise self._explained(fault, now, runs) from None
             else:
                 _join(ready, at, mask)
+        if self.copies:
+            raise Fault("the kernel ends with an asynchronous copy on the way", self.copies[0][0])
 
     def _control(
         self, now: Instruction, after: int, mask: Array, runs: Array, ready: dict[int, Array], parked: dict[int, Array]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.emulation.memory import BLOCK, Array, Fault, Memory
+from tests.emulation.memory import BLOCK, Array, Memory
 from tests.emulation.ptx import TYPES, Address, Instruction, Program, several
 
 if TYPE_CHECKING:
@@ -173,14 +173,6 @@ def count(blocks: Blocks, lanes: Array, at: Array, size: int, space: str) -> Non
     load = np.bincount(number * 32 + places % BLOCK % 32, minlength=32 * len(groups)).reshape(-1, 32)
     traffic["wavefronts"] += int(load.max(1).sum())
     traffic["ideal wavefronts"] += len(groups)
-
-
-def unordered_exit(blocks: Blocks) -> None:
-    """A kernel ends with no copy under way."""
-    if blocks.copies:
-        threads = np.zeros(blocks.threads, bool)
-        threads[blocks.copies[0][0]] = True
-        raise Fault("the kernel ends while an asynchronous copy is under way", threads)
 
 
 TABLE = {
