@@ -226,7 +226,7 @@ def test_runs_and_checkpoints_are_compared_in_one_report(
         (["--data", "nowhere"], "name one with --data STORE"),
         (["--text", "embedded"], "--text is for --hf"),
         (["--length", "64"], "--length is for --hf"),
-        (["--depth", "7"], "unrecognized arguments"),
+        (["--depth", "7"], "unknown option '--depth'"),
     ],
 )
 def test_wrong_arguments_say_what_is_wrong(

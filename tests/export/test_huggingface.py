@@ -353,7 +353,7 @@ def test_the_shipped_bucket_rules_are_ours() -> None:
 def test_command(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "load_run", lambda path, step: replace(make_run(), step=step or 10))
+    monkeypatch.setattr("maelm_fast.training.rundir.load_run", lambda path, step: replace(make_run(), step=step or 10))
     assert command.main([str(tmp_path / "run"), "--step", "7"]) == 0
     out = tmp_path / "run" / "export" / "mpnet-step_7"
     assert f"written: {out} (format mpnet, MPNetModel, step 7)" in capsys.readouterr().out
