@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from maelm_fast.config import require
+from maelm_fast.data.corpus import Document, corpus_identity, embedded_corpus
 from maelm_fast.errors import UserError
-
-Document = tuple[str, ...]
 
 EMBEDDED = "embedded"
 HUB_PREFIX = "hf:"
@@ -54,8 +53,6 @@ def identify(source: str) -> dict[str, Any]:
     """What tells a source apart without reading it: a file's size and time, versions for the embedded corpus, of a
     Hugging Face dataset only its name."""
     if source == EMBEDDED:
-        from maelm_fast.data.corpus import corpus_identity
-
         return {"source": source, "versions": corpus_identity()}
     if source.startswith(HUB_PREFIX):
         return {"source": source}
@@ -122,8 +119,6 @@ _KINDS = f"{', '.join(FORMATS[:-1])} (each also .xz, .gz, .zst) or .parquet"
 
 def _read_source(source: str, text_field: str) -> Iterator[Document]:
     if source == EMBEDDED:
-        from maelm_fast.data.corpus import embedded_corpus
-
         return iter(embedded_corpus())
     if source.startswith(HUB_PREFIX):
         return _dataset_documents(source, text_field)

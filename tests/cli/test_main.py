@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from maelm_fast import __version__, presets
 from maelm_fast.cli.common import parse
 from maelm_fast.cli.main import COMMANDS, main
 from maelm_fast.cli.pretrain import parsed
+from maelm_fast.stop import Stopped
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -35,11 +37,14 @@ def test_usage_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"maelm-fast {__version__}\n"
 
 
-@pytest.mark.parametrize(("ended_by", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 0)])
+@pytest.mark.parametrize(
+    ("ended_by", "code"),
+    [(KeyboardInterrupt(), 130), (Stopped(3), 143), (Stopped(3, signal.SIGINT), 130), (BrokenPipeError(), 0)],
+)
 def test_an_end_from_outside_is_quiet(
-    ended_by: type[BaseException], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ended_by: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Control-C, and `| head` that has seen enough."""
+    """A signal, before or while something trains, and `| head` that has seen enough."""
 
     def ended(_: list[str]) -> int:
         raise ended_by
@@ -106,20 +111,20 @@ def test_help_is_a_screen_with_examples_that_are_right(
     assert len(lines) <= 45
     name = "experiment" if command[1:] == ["fig1"] else command[-1] if command[0] == "paper" else command[0]
     module = importlib.import_module(f"maelm_fast.cli.{'paper.' if command[0] == 'paper' else ''}{name}")
-    monkeypatch.setattr(module, "parse", lambda *given, **settings: stop(parse(*given, **settings)))
+    monkeypatch.setattr(module, "parse", lambda *given, **settings: parsed_well(parse(*given, **settings)))
     examples = " ".join(lines[1 : lines.index("", 2)]).replace("\\", "").split("maelm-fast ")[1:]
     assert len(examples) >= 2
     for example in examples:
-        with pytest.raises(Stopped):
+        with pytest.raises(Parsed):
             main(shlex.split(example, comments=True))
 
 
-class Stopped(Exception):
+class Parsed(Exception):
     pass
 
 
-def stop(_: object) -> None:
-    raise Stopped
+def parsed_well(_: object) -> None:
+    raise Parsed
 
 
 def helped(command: list[str], option: str) -> None:
