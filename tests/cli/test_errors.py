@@ -114,7 +114,7 @@ CASES = {
     "tokenizer that is none": (PREPARE + " --tokenizer {p}/tokenizer.json", "is not a tokenizer.json"),
     "store unwritable": (
         "data prepare {p}/text.txt --out /proc/none/store",
-        "cannot write /proc/none: No such file or directory: choose another --out",
+        "cannot write /proc/none: No such file or directory; choose another --out",
     ),
     "mode that is none": (PREPARE + " --mode half", "--sample-mode takes one of full, document, not half"),
     "run missing": ("fill {p}/none <mask>", "not a run directory"),
