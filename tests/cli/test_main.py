@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import logging
 import shlex
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from maelm_fast import __version__, presets
 from maelm_fast.cli.common import parse
-from maelm_fast.cli.main import COMMANDS, main
+from maelm_fast.cli.main import COMMANDS, Stderr, main
 from maelm_fast.cli.pretrain import parsed
 from maelm_fast.stop import Stopped
 
@@ -152,3 +153,23 @@ def test_a_command_that_moved_says_where_to(old: str, capsys: pytest.CaptureFixt
     assert main([old, "--help"]) == 2
     new = "paper EXPERIMENT" if old == "reproduce" else f"paper {old}"
     assert capsys.readouterr().err == f"error: 'maelm-fast {old}' is now 'maelm-fast {new}'\n"
+
+
+def test_a_run_goes_on_with_the_warm_up_that_it_was_started_with(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also one of an older version, which had the preset's number of updates and not its share."""
+    command = ["pretrain", "tiny", "--data", str(store), "--out", str(tmp_path / "run"), "--steps", "3"]
+    assert main([*command, "--warmup", "2"]) == 0
+    assert main(command) == 0
+    assert "already finished" in capsys.readouterr().out
+    assert main([*command, "--warmup", "1"]) == 2
+    assert "was started with optim.warmup_steps=2" in capsys.readouterr().err
+
+
+def test_what_is_logged_goes_to_the_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a progress line is shown, rich has put its own there."""
+    handler = Stderr()
+    monkeypatch.setattr("sys.stderr", now := io.StringIO())
+    handler.emit(logging.makeLogRecord({"msg": "above the line"}))
+    assert now.getvalue() == "above the line\n"

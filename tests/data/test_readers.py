@@ -87,7 +87,7 @@ def test_rows_of_csv_and_json(tmp_path):
     assert read(write(tmp_path / "lines.json", "".join(json.dumps(row) + "\n" for row in rows))) == expected
     fails("line 3 has no field 'body'", tmp_path / "a.csv.xz", text_field="body")
     fails("object 1 has no field 'body'", tmp_path / "a.json", text_field="body")
-    fails("line 2 is not CSV", write(tmp_path / "b.csv", 'text\n"open'))
+    fails("line 1 is not CSV", write(tmp_path / "b.csv", 'text\n"open'))
     fails("is not JSON", write(tmp_path / "b.json", '[{"text": "open"'))
     fails("field 'text' is not a string", write(tmp_path / "c.csv", "id,text\n1\n"))
 
