@@ -11,12 +11,13 @@ import torch
 
 from maelm_fast.analysis.effective_rank import REPORT_FILE, TAU, RankReport, check_taus, measure, write_reports
 from maelm_fast.analysis.huggingface import LONGEST, load_encoder, measure_checkpoint
-from maelm_fast.analysis.plots import plot_ranks, require_matplotlib
+from maelm_fast.analysis.plots import plot_ranks
 from maelm_fast.batch import PackedBatch
 from maelm_fast.cli.common import OneLineParser
 from maelm_fast.config import require
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
+from maelm_fast.reporting import require_matplotlib
 from maelm_fast.training.hardware import choose_device
 from maelm_fast.training.rundir import RunDir, load_run
 

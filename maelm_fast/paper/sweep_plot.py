@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from maelm_fast.analysis.plots import COLOURS, MARKERS, figure_of, grid, require_matplotlib, save
 from maelm_fast.errors import UserError
 from maelm_fast.paper.grids import shown
 from maelm_fast.paper.sweep import Done, Run, Sweep, read_done
+from maelm_fast.reporting import COLOURS, MARKERS, figure_of, grid, require_matplotlib, save
 
 PICTURE = "sweep.png"
 

@@ -18,10 +18,10 @@ from typing import Any
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.fingerprint import deciding
-from maelm_fast.finetuning.markdown import NONE, table
 from maelm_fast.finetuning.tasks import TASKS
 from maelm_fast.paper.grids import Cell
 from maelm_fast.paper.sweep import Done, Model, Search, Sweep, read_done
+from maelm_fast.reporting import NONE, table
 from maelm_fast.training.files import write_json, write_text
 from maelm_fast.training.ledger import lock
 

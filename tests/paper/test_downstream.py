@@ -29,9 +29,8 @@ from maelm_fast.paper.cost import unit_cost
 from maelm_fast.paper.downstream import Files, FineTuning, Prompting, assumed_tasks, find_tasks
 from maelm_fast.paper.figures import draw
 from maelm_fast.paper.plan import Cell, Plan, make_plan
-from maelm_fast.paper.report import report
-from maelm_fast.paper.results import BASELINES, Results, passes
-from maelm_fast.paper.scores import checkpoints
+from maelm_fast.paper.report import checkpoints, report
+from maelm_fast.paper.results import BASELINES, Results, own_scores, passes
 from maelm_fast.training.ledger import Ledger
 from tests.conftest import WORDS
 
@@ -233,8 +232,8 @@ def test_a_cell_of_the_grid_wins_by_as_many_seeds_as_the_others(
         metrics = {"metrics": {"validation": {"accuracy": value}}}
         ledger.append(row | ({"error": "not finite"} if value is None else {"result": metrics}))
     results = Results(plan, ledger)
-    assert results.score([cell], task) == 61.0
-    assert len(results.finetuned([cell], task)) == 2
+    assert sorted(own_scores(results.finetuned, task)["value"]) == [60.0, 62.0]
+    assert set(results.finetuned["cell"]) == {1}
 
 
 def test_where_one_curve_passes_a_value() -> None:

@@ -19,13 +19,12 @@ from maelm_fast.cli.main import main
 from maelm_fast.cli.reproduce import duration
 from maelm_fast.data.token_store import Manifest
 from maelm_fast.errors import UserError
-from maelm_fast.finetuning.markdown import over_draws, over_seeds
 from maelm_fast.paper import catalogue, run, scales
 from maelm_fast.paper.figures import draw
 from maelm_fast.paper.plan import PRETRAINING, Plan, make_plan
-from maelm_fast.paper.report import report
+from maelm_fast.paper.report import rank_cells, report
 from maelm_fast.paper.results import Results
-from maelm_fast.paper.scores import rank_cells
+from maelm_fast.reporting import over_draws, over_seeds
 from maelm_fast.training.ledger import Ledger
 from maelm_fast.training.rundir import RunDir
 from maelm_fast.training.trainer import Trainer

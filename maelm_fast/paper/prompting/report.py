@@ -16,12 +16,13 @@ import numpy as np
 from maelm_fast.config import to_dict
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.examples import Examples
-from maelm_fast.finetuning.markdown import NONE, over_draws, table
 from maelm_fast.finetuning.metrics import evaluate
+from maelm_fast.paper.catalogue import GLUE
 from maelm_fast.paper.prompting.run import STAGE, Mode, Plan, Question, Unit
 from maelm_fast.paper.prompting.templates import TEMPLATES
 from maelm_fast.paper.sweep import Model
-from maelm_fast.paper.sweep_report import GLUE, PrintedRow
+from maelm_fast.paper.sweep_report import PrintedRow
+from maelm_fast.reporting import NONE, over_draws, table
 from maelm_fast.training.files import write_json, write_text
 from maelm_fast.training.ledger import Ledger, lock
 
