@@ -71,7 +71,7 @@ gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -rs -m "not slow" $(XDIST) tests/test_gpu.py tests/ops
 	PYTHONPATH=. $(PYTHON) -m benchmarks.ops --device cuda --dtype bf16 --sequences 256 --out benchmarks/results/ops_cuda.jsonl
 	PYTHONPATH=. $(PYTHON) -m benchmarks.attention --device cuda --out benchmarks/results/attention_cuda.jsonl
-	PYTHONPATH=. $(PYTHON) -m benchmarks.roofline --measure --batch 256 --rounds 3 --out benchmarks/results/ceilings_cuda.jsonl
+	PYTHONPATH=. $(PYTHON) -m benchmarks.ceilings --device cuda --batch 256 --out benchmarks/results/ceilings_cuda.jsonl
 	PYTHONPATH=. $(PYTHON) -m benchmarks.train_step --device cuda --batch 64 --rounds 3 --out benchmarks/results/train_step_cuda.jsonl
 
 gpu-list:

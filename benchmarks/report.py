@@ -65,7 +65,7 @@ PEERS = ("hf", "modernbert", "padded")
 OVER = ("hf", "hf_compiled", "padded", "roberta_base")  # whom the tables compare with
 REGIONS = {
     "README.md": ("headline",),
-    "benchmarks/README.md": ("train_step", "finetune", "ops", "attention", "loader", "scaling", "roofline"),
+    "benchmarks/README.md": ("train_step", "finetune", "ops", "attention", "loader", "projection"),
 }
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 MORE = "Equal losses on equal weights come first; all settings: [benchmarks/](benchmarks/README.md)."
@@ -290,42 +290,26 @@ def attention_goals(both: Mapping[str, Row]) -> str:
     ])  # fmt: skip
 
 
-def scaling_tables(rows: Sequence[Row]) -> Iterator[Table]:
-    fits = [row for row in rows if row.get("kind") == "fit"]
-    for (device,), group in grouped(newest_rows(fits, ["device", "axis", "model"]), "device").items():
+def projection_tables(rows: Sequence[Row]) -> Iterator[Table]:
+    """What no machine has measured, from the least to the largest share that products are taken to reach."""
+    setting = ("device", "precision", "batch", "seq", "rate")
+    for (device, precision, _, _, rate), group in grouped(
+        newest_rows(rows, [*setting, "dropout", "bias", "model"]), *setting
+    ).items():
         cells = []
         for row in group:
-            exponent, x = row["exponent"], row["x"]
-            grows = f"x^{exponent['median']:.2f} [{exponent['low']:.2f}, {exponent['high']:.2f}]"
-            flops = f"x^{row['flop_exponent']:.2f}"
-            cells.append([row["axis"], row["model"], f"{x[0]} to {x[-1]}", grows, flops, run(row)])
-        header = ["axis", "model", "x", "a step's time grows as", "FLOPs", "run"]
-        notes = [f"{machines(group)}; exponents with their 95% intervals; `python -m benchmarks.scaling`."]
-        yield Table(f"Scaling, {device}", header, cells, notes)
-
-
-def roofline_tables(rows: Sequence[Row]) -> Iterator[Table]:
-    """Predictions, each beside the measured step that it had when it was made."""
-    setting = ("device", "precision", "batch", "seq", "rate", "dropout", "bias")
-    newest = newest_rows(rows, [*setting, "model"])
-    for (device, precision, _, _, rate, dropout, bias), group in grouped(newest, *setting).items():
-        cells = []
-        for row in group:
-            goals = [goal for goal in GOALS if goal.projected and goal.applies(row, dropout, bias)]
+            speed, mfu = row["tokens_per_s"], row["mfu"]
+            ms = [" to ".join(f"{x:.3g}" for x in dict.fromkeys(row["ms"][kind])) for kind in CLASSES]
             cells.append([
-                LABELS.get(row["model"], f"`{row['model']}`"), f"{row['tokens_per_s']:,.0f}", number(row["mfu"], ".1%"),
-                spread(row["measured_tokens_per_s"], ",.0f"), *(number(row["ms"].get(kind), ".3g") for kind in CLASSES),
-                "; ".join(judged("", row["tokens_per_s"], goal.least, goal.stretch) for goal in goals), run(row),
+                LABELS.get(row["model"], f"`{row['model']}`"), regularisation(row["dropout"], row["bias"]),
+                f"{speed[0]:,} to {speed[1]:,}", f"{mfu[0]:.1%} to {mfu[1]:.1%}", *ms,
             ])  # fmt: skip
-        title = (
-            f"Roofline{': a projection' if any(row['projection'] for row in group) else ''}, {device}, {precision}, "
-        )
-        header = ["model", "predicted tokens/s", "MFU", "measured tokens/s", *(f"{kind} ms" for kind in CLASSES),
-                  "goal", "run"]  # fmt: skip
-        notes = ["Counted work over what the device can do, kernel by kernel; `python -m benchmarks.roofline`."]
-        yield Table(
-            f"{title}{batch(group[0])}, {rate:.0%} masked, {regularisation(dropout, bias)}", header, cells, notes
-        )
+        header = ["model", "setting", "tokens/s", "MFU", *(f"{kind} ms" for kind in CLASSES)]
+        least, largest = group[0]["products"]
+        notes = [f"Counted work over what the device can do, launch by launch; products at {least:g} to {largest:g} of "
+                 f"the peak; {run(group[-1])}; `python -m benchmarks.projection`."]  # fmt: skip
+        title = f"Projection, not a measurement: {device}, {precision}, {batch(group[0])}, {rate:.0%} masked"
+        yield Table(title, header, cells, notes)
 
 
 def loader_tables(rows: Sequence[Row]) -> Iterator[Table]:
@@ -385,8 +369,8 @@ def tables(results: Results, region: str) -> list[Table]:
         return [table for case in results.cases for table in case_tables(case)]
     rows = results.rows.get(region, [])
     makers = {
-        "ops": ops_tables, "attention": attention_tables, "loader": loader_tables, "scaling": scaling_tables,
-        "roofline": roofline_tables, "finetune": finetune_tables,
+        "ops": ops_tables, "attention": attention_tables, "loader": loader_tables,
+        "projection": projection_tables, "finetune": finetune_tables,
     }  # fmt: skip
     return list(makers[region](rows))
 

@@ -17,7 +17,7 @@ from benchmarks.classes import CLASSES
 from maelm_fast.errors import UserError
 
 # a file is called FORMAT.jsonl or FORMAT_*.jsonl
-FORMATS = ("train_step", "ops", "attention", "loader", "scaling", "roofline", "finetune")
+FORMATS = ("train_step", "ops", "attention", "loader", "scaling", "projection", "finetune")
 PHASES = ("data", "forward", "backward", "optimizer")
 SETTING = ("device", "precision", "batch", "seq", "rate", "lengths")  # of a case, with its dropout and bias
 GPU = "NVIDIA"  # what the name of every GPU begins with
@@ -43,6 +43,10 @@ def has_numbers(*names: str) -> Check:
 
 
 is_quartiles = has_numbers("median", "q1", "q3")
+
+
+def is_range(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
 
 
 def is_date(value: Any) -> bool:
@@ -90,7 +94,10 @@ OTHERS: Mapping[str, Mapping[str, Check]] = {
         "micro_batch": is_number, "workers": is_number, "tokens_per_s_per_core": is_quartiles,
         "fill": has_numbers("all"), "rss_anon_mb": or_null(is_number), "major_faults": or_null(is_number),
     },
-    "scaling": {**MACHINE, "kind": is_text},
+    "scaling": {
+        **MACHINE, "axis": is_text, "x": is_number, "model": is_text, "precision": is_text,
+        "skipped": or_null(is_text),
+    },
     "finetune": {
         **MACHINE, "transformers": is_text, "precision": is_text, "task": is_text, "hidden_size": is_number,
         "layers": is_number, "batch": is_number, "examples": is_number, "epochs": is_number, "dropout": is_number,
@@ -98,16 +105,11 @@ OTHERS: Mapping[str, Mapping[str, Check]] = {
         "examples_per_s": is_quartiles, "ratios": by_name(is_quartiles),
         "results": lambda value: isinstance(value, list) and all(is_number(v) for v in value),
     },
-    "roofline": {
-        "date": is_date, "commit": is_text, "device": is_text, "projection": is_flag, "model": is_text,
-        "precision": is_text, "batch": is_number, "seq": is_number, "rate": is_number, "dropout": is_number,
-        "bias": is_text, "tokens_per_s": is_number, "mfu": or_null(is_number), "ms": by_name(is_number, tuple(CLASSES)),
-        "measured_tokens_per_s": or_null(is_quartiles),
+    "projection": {
+        "date": is_date, "commit": is_text, "device": is_text, "model": is_text, "precision": is_text,
+        "batch": is_number, "seq": is_number, "rate": is_number, "dropout": is_number, "bias": is_text,
+        "products": is_range, "tokens_per_s": is_range, "mfu": is_range, "ms": by_name(is_range, tuple(CLASSES)),
     },
-}  # fmt: skip
-FIT: Mapping[str, Check] = {  # a row of scaling's of that kind
-    "axis": is_text, "model": is_text, "x": lambda value: isinstance(value, list) and len(value) > 1,
-    "exponent": has_numbers("median", "low", "high"), "flop_exponent": is_number,
 }  # fmt: skip
 
 
@@ -176,8 +178,6 @@ def read(root: Path) -> Results:
         else:
             for where, row in read_lines(path, name):
                 check(row, OTHERS[format_], where)
-                if row.get("kind") == "fit":
-                    check(row, FIT, where)
                 others.setdefault(format_, []).append(row)
     newest = {case.setting: case for case in sorted(cases, key=lambda case: when(case.shared))}
     order = sorted(newest.values(), key=lambda c: (not c.on_gpu, c.shared["lengths"] != "full", c.setting))

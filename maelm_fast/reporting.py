@@ -156,7 +156,7 @@ def thousands(axis: Any) -> None:
 
 
 def not_too_narrow(low: float, high: float) -> tuple[float, float]:
-    """Limits at least a twentieth of what the axis shows apart: as narrow as the values, it would make much of little."""
+    """Limits at least a twentieth of what the axis shows apart: one as narrow as the values makes much of little."""
     more = max(0.05 * high - (high - low), 0.0)
     return low - more / 2, high + more / 2
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maelm_fast.analysis.effective_rank import RankReport
+from maelm_fast.analysis.inputs import INPUTS
 from maelm_fast.config import require
 from maelm_fast.errors import UserError
 from maelm_fast.reporting import (
@@ -23,7 +24,6 @@ from maelm_fast.reporting import (
     save,
     thousands,
 )
-from maelm_fast.training.inputs import INPUTS
 from maelm_fast.training.rundir import RunDir
 
 Over = Literal["tokens", "steps"]

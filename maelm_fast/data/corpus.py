@@ -22,8 +22,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from maelm_fast.data.readers import Document
-
+Document = tuple[str, ...]
+"""Its lines, each stripped and not empty."""
 CORPUS_VERSION = 1
 OWN_PACKAGE = "maelm_fast"
 GROUP_CHARS = 600_000

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -35,8 +36,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from maelm_fast.config import require
+from maelm_fast.data.corpus import Document
 from maelm_fast.data.files import checksum_of_given, sync, written_aside
-from maelm_fast.data.readers import Document, expand_inputs, identify, read_documents
+from maelm_fast.data.readers import expand_inputs, identify, read_documents
 from maelm_fast.data.samples import Chunk, cut_blocks, cut_documents
 from maelm_fast.data.token_store import (
     MANIFEST_FILE,
@@ -78,29 +80,35 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """What to prepare. Everything but `out` and `workers` may change the samples."""
+    """Text to a token store. The same command goes on with one that was killed."""
 
     inputs: tuple[str, ...]
-    """Files, globs, `hf:NAME[:CONFIG]` or `embedded`; see `readers.expand_inputs`."""
+    """File, directory or glob (.txt .md .rst .jsonl .json .csv, also .xz .gz .zst; .parquet), hf:NAME[:CONFIG] (Hugging
+    Face dataset, split train), or 'embedded' (text found on this machine). In text an empty line ends a document."""
     out: Path
+    """The store to make, a directory."""
     tokenizer: Path | None = None
-    """Reuse this tokenizer.json instead of training one."""
+    """Use this tokenizer.json, train none."""
     vocab_size: int | None = None
-    """None: 32,768, or 64,000 when cased (the paper's base and base++ rows)."""
+    """Of the tokenizer that is trained (default: 32,768, or 64,000 when cased: the paper's base and base++)."""
     cased: bool = False
+    """Keep upper case."""
     sample_mode: Literal["full", "document"] = "full"
-    """full: all documents end to end, cut into samples of exactly seq_len. document: whole lines packed up to seq_len,
-    never across documents, so samples differ in length (the released code's complete_doc)."""
+    """full: all documents end to end, cut into samples of exactly seq_len. document: whole lines of one document, at
+    most seq_len (the released code's complete_doc)."""
     seq_len: int = 512
     """Tokens of a sample, <s> included."""
     validation: float = 0.01
-    """Share of the documents, chosen by a hash of their text. Not used with validation_inputs."""
+    """Share of the documents for validation, chosen by a hash of their text."""
     validation_inputs: tuple[str, ...] = ()
+    """Validate on these instead."""
     text_field: str = "text"
+    """Field or column that holds the text."""
     seed: int = 0
-    """Decides which documents go to validation."""
+    """Decides which documents these are."""
     workers: int = dataclasses.field(default_factory=lambda: len(os.sched_getaffinity(0)))
-    """Tokenising processes; 1 works in this process. With more, a script needs its `if __name__ == "__main__":`."""
+    """Tokenising processes (default: one per core); 1 works in this process. With more, a script needs its
+    `if __name__ == "__main__":`."""
 
     def __post_init__(self) -> None:
         require(
@@ -113,6 +121,10 @@ class PrepareConfig:
             f"not {self.vocab_size}",
         )
         require(0.0 < self.validation < 1.0, f"validation must lie between 0 and 1, not {self.validation}")
+        require(
+            not self.validation_inputs or self.validation == PrepareConfig.validation,
+            "validation is a share of the inputs, and validation_inputs are given instead: remove one of the two",
+        )
         require(self.workers >= 1, f"workers must be at least 1, not {self.workers}")
         require(0 <= self.seed < 2**63, f"seed must lie in [0, 2**63), not {self.seed}")
         require(self.sample_mode in ("full", "document"), f"sample_mode is full or document, not {self.sample_mode}")
@@ -161,9 +173,10 @@ def prepare(config: PrepareConfig, log: Log = logger.info) -> Manifest:
         with _locked(job.partial):
             return _prepare_locked(job, log)
     except OSError as error:  # the readers turn theirs into UserErrors, so this one is about writing
+        remedy = "free some space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise UserError(
-            f"cannot write {error.filename or job.partial}: {error.strerror or error}: free space or choose another "
-            f"--out; the same command goes on where this one stopped"
+            f"cannot write {error.filename or job.partial}: {error.strerror or error}: {remedy}choose another --out; "
+            "the same command goes on where this one stopped"
         ) from None
 
 

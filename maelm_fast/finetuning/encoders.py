@@ -240,7 +240,7 @@ def load_encoder(
     if (path / "config.yaml").exists():
         require(
             engine != "transformers",
-            f"{path}: a run of ours has no transformers class; export it first (maelm-fast export --to hf), then give "
+            f"{path}: a run of ours has no transformers class; export it first (maelm-fast export), then give "
             "the exported directory",
         )
         return _of_run(path, step, dropout, random_init, seed)

@@ -32,10 +32,11 @@ from maelm_fast.finetuning.encoders import Engine, TextEncoder, load_encoder, re
 from maelm_fast.finetuning.examples import TaskData
 from maelm_fast.finetuning.fingerprint import data_fingerprint, deciding, digest, model_fingerprint, resolve_step
 from maelm_fast.finetuning.metrics import baselines
-from maelm_fast.finetuning.problem import Evaluation, Problem, make_problem
+from maelm_fast.finetuning.problem import Evaluation, Problem, SentenceProblem
 from maelm_fast.finetuning.report import REPORT_FILE, effective_ranks, median_of, table, write_report
 from maelm_fast.finetuning.run import Result, Stopped, device_of, on_host, saved_step, total_updates, train
 from maelm_fast.finetuning.saving import save
+from maelm_fast.finetuning.spans import SpanProblem
 from maelm_fast.training.files import damage, write_directory, write_json, write_text
 from maelm_fast.training.hardware import device_name, environment
 from maelm_fast.training.ledger import Ledger, lock
@@ -59,6 +60,14 @@ class Origin:
             self.path, step=self.step, engine=self.engine, dropout=config.dropout, random_init=self.random_init,
             seed=seed,
         )  # fmt: skip
+
+
+def make_problem(data: TaskData, encoder: TextEncoder, config: FinetuneConfig) -> Problem:
+    """The task tokenised for the encoder. Depends on its tokenizer and longest input and, of the configuration, on
+    max_length and SQuAD's lengths; not on weights or seed."""
+    if data.task.kind == "spans":
+        return SpanProblem(data, encoder, config)
+    return SentenceProblem(data, encoder, config)
 
 
 def finetune(

@@ -13,8 +13,9 @@ from typing import Any, cast
 
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.encoders import TextEncoder, load_encoder
+from maelm_fast.finetuning.job import make_problem
 from maelm_fast.finetuning.metrics import baselines
-from maelm_fast.finetuning.problem import Problem, make_problem
+from maelm_fast.finetuning.problem import Problem
 from maelm_fast.finetuning.report import effective_ranks
 from maelm_fast.finetuning.run import device_of, train
 from maelm_fast.finetuning.tasks import Task

@@ -38,7 +38,8 @@ from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.encoders import Engine, load_encoder
 from maelm_fast.finetuning.examples import TaskData
 from maelm_fast.finetuning.fingerprint import data_fingerprint, deciding, digest, model_fingerprint, resolve_step
-from maelm_fast.finetuning.problem import Problem, make_problem
+from maelm_fast.finetuning.job import make_problem
+from maelm_fast.finetuning.problem import Problem
 from maelm_fast.finetuning.run import Stopped, train
 from maelm_fast.paper.grids import Cell, Grid
 from maelm_fast.training.ledger import Ledger, lock

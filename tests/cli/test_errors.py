@@ -110,8 +110,8 @@ CASES = {
     "text too long": ("fill {p}/run {long}", "this model takes at most"),
     "tau out of range": ("rank {p}/run --tau 0", "--tau must lie"),
     "plot of nothing": ("plot {p}/none --out {p}/out.png", "not a run directory"),
-    "export format that would be wrong": ("export {p}/run --to hf --format roberta", "no relative position bias"),
-    "export over something": ("export {p}/run --to hf --out {p}/notrun", "exists already"),
+    "export format that would be wrong": ("export {p}/run --format roberta", "no relative position bias"),
+    "export over something": ("export {p}/run --out {p}/notrun", "exists already"),
     "show what is no store": ("data show {p}/run", "is not a token store"),
     "preset to show unknown": ("presets nothing", "unknown preset 'nothing'"),
 }  # fmt: skip

@@ -61,3 +61,17 @@ def test_options_yaml_and_order_of_precedence(tmp_path: Path) -> None:
     assert (run.optim.lr, run.optim.betas, run.model.dropout, run.seed) == (2e-3, (0.9, 0.95), 0.3, 7)
     assert run.optim.max_steps == presets.get("base").optim.max_steps
     assert parse(common)["run"] == presets.get("base")
+
+
+@pytest.mark.parametrize("old", ["reproduce", "sweep", "prompt", "theory"])
+def test_a_command_that_moved_says_where_to(old: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([old, "--help"]) == 2
+    new = "paper EXPERIMENT" if old == "reproduce" else f"paper {old}"
+    assert capsys.readouterr().err == f"error: 'maelm-fast {old}' is now 'maelm-fast {new}'\n"
+
+
+@pytest.mark.parametrize("what", ["fig1", "sweep", "prompt", "theory"])
+def test_the_papers_commands_have_help(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["paper", what, "--help"])
+    assert "usage: maelm-fast paper" in capsys.readouterr().out

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from maelm_fast.cli import main as command_line
-from maelm_fast.cli import prompt
+from maelm_fast.cli.paper import prompt
 from maelm_fast.data.tokenizer import train_tokenizer
 from maelm_fast.errors import UserError
 from maelm_fast.paper.prompting import run as module
@@ -166,7 +166,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert command_line.main(["prompt", *options, "--model", str(runs["mae"]), "--data", str(data)]) == 2
+    assert command_line.main(["paper", "prompt", *options, "--model", str(runs["mae"]), "--data", str(data)]) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ")
     assert "\n" not in error
@@ -178,7 +178,7 @@ def test_a_place_that_cannot_be_written(
     runs: dict[str, Path], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    argv = ["prompt", "sst2", "--model", str(runs["mae"]), "--data", str(data), "--mode", "zero-shot"]
+    argv = ["paper", "prompt", "sst2", "--model", str(runs["mae"]), "--data", str(data), "--mode", "zero-shot"]
     assert command_line.main([*argv, "--out", str(tmp_path / "file")]) == 2
     assert "choose another --out" in capsys.readouterr().err
     (tmp_path / "out").mkdir()

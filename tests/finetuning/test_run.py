@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +31,7 @@ from maelm_fast.finetuning.job import finetune
 from maelm_fast.finetuning.problem import Problem, SentenceProblem, make_problem
 from maelm_fast.finetuning.run import Result, Stopped, evaluation_steps, saved_step, total_updates, train
 from tests.finetuning import toys
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST = FinetuneConfig(
@@ -361,12 +361,9 @@ def test_killed_terminated_and_finished_equals_uninterrupted(tmp_path: Path) -> 
         [sys.executable, "-c", CHILD.format(model=str(model), out=str(out))],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and not list(out.glob("state/seed_0/step_*")):
-        assert child.poll() is None, child.communicate()[0]
-        time.sleep(0.005)
-    os.kill(child.pid, signal.SIGKILL)
-    child.communicate(timeout=60)
+    wait_until(lambda: list(out.glob("state/seed_0/step_*")), child)
+    child.kill()
+    child.communicate()
     assert not (out / "report.json").exists()
 
     told: list[str] = []

@@ -206,8 +206,8 @@ def test_a_bias_serves_layouts_that_come_and_go() -> None:
     bias = PositionBias(torch.randn(HEADS, 2 * POSITIONS - 1))
     for length in range(20, 30):
         layout = layout_of([length])
-        (spread,) = bias.spread(grouped.Grouping(layout, layout))
-        assert spread.shape == (HEADS, 1, length, length)
+        (spread,) = grouped.spread(bias, grouped.Grouping(layout, layout))
+        assert spread.values.shape == (HEADS, 1, length, length)
 
 
 def test_grouped_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,16 +479,17 @@ def test_kernel_permuting_the_sequences_permutes_the_outputs() -> None:
     "backend", ["grouped", "reference", pytest.param("native", marks=compiled), pytest.param("triton", marks=kernel)]
 )
 def test_every_backend_drops_the_same_weights(backend: str) -> None:
-    """With values that are the unit vectors of the keys, an output is a row of weights."""
-    lengths, keys, p = [5, 0, 40], [30, 4, 64], 0.37
+    """With values that are the unit vectors of the keys, an output is a row of weights. Queries without keys count too:
+    a query's mask is that of its row."""
+    lengths, keys, p = [5, 0, 3, 40], [30, 4, 0, 64], 0.37
     queries, there = on_device(gapped(lengths)), on_device(gapped(keys, seed=1))
-    q, k = torch.randn(45, HEADS, 64, device=DEVICE), torch.randn(98, HEADS, 64, device=DEVICE)
+    q, k = torch.randn(48, HEADS, 64, device=DEVICE), torch.randn(98, HEADS, 64, device=DEVICE)
     v = torch.cat([torch.eye(64, device=DEVICE)[:n] for n in keys])[:, None].expand(-1, HEADS, -1).contiguous()
     dtype = torch.bfloat16 if backend == "triton" else torch.float32
     seed, place = seed_tensor(), 2**31 - 5
     layout = AttentionLayout(queries, there)
     out = attention(q.to(dtype), k.to(dtype), v.to(dtype), layout, dropout_p=p, seed=seed, place=place, backend=backend)
-    for rows, columns, first in ((slice(0, 5), 30, 0), (slice(5, 45), 64, 5)):
+    for rows, columns, first in ((slice(0, 5), 30, 0), (slice(8, 48), 64, 8)):
         numbers = torch.arange(first, first + rows.stop - rows.start, device=DEVICE)
         keep = keep_weights(numbers, HEADS, columns, p, seed, place)
         assert torch.equal((out[rows, :, :columns] != 0).transpose(0, 1), keep)

@@ -1,4 +1,4 @@
-"""The downstream half of `maelm-fast reproduce`: fine-tuned and prompted on little files, from plan to report."""
+"""The downstream half of `maelm-fast paper`: fine-tuned and prompted on little files, from plan to report."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def out(pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def command(experiment: str, store: Path, out: Path, *options: object) -> list[str]:
-    return ["reproduce", experiment, "--scale", "smoke", "--data", str(store), "--out", str(out),
+    return ["paper", experiment, "--scale", "smoke", "--data", str(store), "--out", str(out),
             "--updates", str(UPDATES), *map(str, options)]  # fmt: skip
 
 
@@ -455,11 +455,11 @@ def test_bad_input_is_one_line(
 
 def test_a_plan_counts_fine_tuning(tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "out")
-    assert main(["reproduce", "table1", "--scale", "smoke", "--plan", "--out", out, "--tasks", str(tasks)]) == 0
+    assert main(["paper", "table1", "--scale", "smoke", "--plan", "--out", out, "--tasks", str(tasks)]) == 0
     shown = capsys.readouterr().out
     assert "18 fine-tuning runs; 18 unfinished" in shown  # 3 tasks, 2 models and the control, 2 seeds
     assert "missing: RTE is left out" in shown
-    assert main(["reproduce", "table1", "--scale", "full", "--out", out]) == 0
+    assert main(["paper", "table1", "--scale", "full", "--out", out]) == 0
     shown = capsys.readouterr().out
     assert f"{FULL_UNITS['table1']:,} fine-tuning runs" in shown
     assert "392,702" in shown

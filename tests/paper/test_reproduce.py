@@ -1,4 +1,4 @@
-"""`maelm-fast reproduce` end to end, a few updates a run: what it writes, and that nothing is lost or done twice."""
+"""`maelm-fast paper` end to end, a few updates a run: what it writes, and that nothing is lost or done twice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from maelm_fast import presets
 from maelm_fast.cli.main import main
-from maelm_fast.cli.reproduce import duration
+from maelm_fast.cli.paper.experiment import duration
 from maelm_fast.data.token_store import Manifest
 from maelm_fast.errors import UserError
 from maelm_fast.paper import catalogue, run, scales
@@ -28,6 +28,7 @@ from maelm_fast.reporting import over_draws, over_seeds
 from maelm_fast.training.ledger import Ledger
 from maelm_fast.training.rundir import RunDir
 from maelm_fast.training.trainer import Trainer
+from tests.waiting import HANG
 
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +54,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(experiment: str, store: Path, out: Path, *options: str) -> list[str]:
-    return ["reproduce", experiment, "--scale", "smoke", "--data", str(store), "--out", str(out),
+    return ["paper", experiment, "--scale", "smoke", "--data", str(store), "--out", str(out),
             "--updates", str(UPDATES), *options]  # fmt: skip
 
 
@@ -157,14 +158,15 @@ def test_a_run_that_fails_is_recorded_and_costs_only_itself(
 
 
 OTHER_PROCESS = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from maelm_fast.training.ledger import Ledger, lock
+parent = os.getppid()
 out, held, rows, key, *stages = Path(sys.argv[1]), *sys.argv[2:]
 with lock(out / "locks" / f"{held}.lock") as ours:
     print("held" if ours else "not held", flush=True)
-    deadline = time.monotonic() + 60
-    while len(Ledger(out).rows()) < int(rows) and time.monotonic() < deadline:
+    while len(Ledger(out).rows()) < int(rows):
+        assert os.getppid() == parent
         time.sleep(0.05)
     for stage, config in (pair.split("=") for pair in stages):
         Ledger(out).append({"key": key, "stage": stage, "config": config, "result": {}})
@@ -189,7 +191,7 @@ def test_what_another_process_works_on_is_left_to_it(
     assert other.stdout.readline() == "held\n"
     monkeypatch.setattr(run, "_POLL_SECONDS", 0.05)
     run.run_plan(plan, tmp_path)
-    assert other.wait(60) == 0
+    assert other.wait(HANG) == 0
     rows = [(row["key"], row["stage"], row["config"]) for row in Ledger(tmp_path).rows()]
     assert rows[-len(parts) :] == [(first.key, *part) for part in parts]
     assert sorted(rows) == sorted((cell.key, *part) for cell in plan.runs for part in cell.stages.items())
@@ -215,16 +217,16 @@ def test_what_fails_is_not_tried_again_until_the_next_command(
 
 def test_a_plan_is_shown_and_nothing_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert main(["reproduce", "table2", "--scale", "smoke", "--plan", "--out", str(out)]) == 0
+    assert main(["paper", "table2", "--scale", "smoke", "--plan", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "14 runs" in shown
     assert "measured just now" in shown
     assert "The GLUE column of our own is missing" in shown
-    assert main(["reproduce", "table1", "--scale", "full", "--out", str(out)]) == 0
+    assert main(["paper", "table1", "--scale", "full", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "only planned: scale full starts when --run is given" in shown
     assert "131.1B" in shown
-    assert main(["reproduce", "fig4", "--scale", "smoke", "--rows", "0.5", "0", "--plan", "--out", str(out)]) == 0
+    assert main(["paper", "fig4", "--scale", "smoke", "--rows", "0.5", "0", "--plan", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "2 runs" in shown
     assert "not asked for: 0.25; 0.75; 1" in shown
@@ -251,7 +253,7 @@ def test_bad_input_is_one_line(
 ) -> None:
     (tmp_path / "empty").mkdir()
     places = {"out": tmp_path / "out", "store": store, "empty": tmp_path / "empty"}
-    assert main(["reproduce", *arguments.format(**places).split()]) == 2
+    assert main(["paper", *arguments.format(**places).split()]) == 2
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 1
     assert message in err[0]
@@ -277,7 +279,7 @@ def test_a_directory_of_text_becomes_a_store_once(
     for i, (stage, config) in enumerate(cell.stages.items()):
         Ledger(tmp_path / "out").append({"key": cell.key, "stage": stage, "config": config, "result": {}})
         capsys.readouterr()
-        assert main(["reproduce", "fig1", "--scale", "smoke", "--data", str(texts), "--out", str(tmp_path / "out"),
+        assert main(["paper", "fig1", "--scale", "smoke", "--data", str(texts), "--out", str(tmp_path / "out"),
                      "--plan"]) == 0  # fmt: skip
         shown = capsys.readouterr().out
         assert "not prepared yet" not in shown

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from maelm_fast.ops.attention import PositionBias
+from maelm_fast.ops.attention_inputs import Call
 
 DROPOUT = "its dropout mask would not be a function of the seed"
 
 
-def varlen_reasons(q: Tensor, k: Tensor, v: Tensor, bias: PositionBias | None, dropout_p: float) -> list[str]:
+def varlen_reasons(call: Call) -> list[str]:
     """What flash-attn's kernels cannot do, in whichever package they come."""
+    q, k, v = call.q, call.k, call.v
     reasons = []
     if any(t.device.type != "cuda" for t in (q, k, v)):
         reasons.append("the tensors are on the CPU (it needs a GPU)")
@@ -28,9 +27,9 @@ def varlen_reasons(q: Tensor, k: Tensor, v: Tensor, bias: PositionBias | None, d
         reasons.append("q, k and v differ in dtype")
     if q.shape[-1] % 8 or q.shape[-1] > 256:
         reasons.append(f"head_dim {q.shape[-1]} (a multiple of 8, at most 256)")
-    if bias is not None:
+    if call.bias is not None:
         reasons.append("it has no bias by distance")
-    if dropout_p > 0.0:
+    if call.dropout_p > 0.0:
         reasons.append(DROPOUT)
     return reasons
 
@@ -55,9 +54,9 @@ def package_reasons(package: str, module: str, load: Callable[[], None], others:
     return [_broken[module]] if _broken[module] else []
 
 
-def dense_rows(*tensors: Tensor) -> list[Tensor]:
-    """The tensors, copied where the last dimension is not contiguous: these kernels refuse that."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+def dense_rows(call: Call) -> list[Tensor]:
+    """q, k and v, copied where the last dimension is not contiguous: these kernels refuse that."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v)]
 
 
 _found: dict[str, bool] = {}

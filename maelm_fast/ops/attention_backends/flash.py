@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from maelm_fast.ops.attention_backends.common import dense_rows, package_reasons, varlen_reasons
-
-if TYPE_CHECKING:
-    from maelm_fast.ops.attention import AttentionLayout, PositionBias
+from maelm_fast.ops.attention_inputs import Call
 
 
-def reasons(
-    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, bias: PositionBias | None, dropout_p: float
-) -> list[str]:
-    return package_reasons("flash-attn", "flash_attn", _load, varlen_reasons(q, k, v, bias, dropout_p))
+def why_not(call: Call) -> list[str]:
+    return package_reasons("flash-attn", "flash_attn", _load, varlen_reasons(call))
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, bias: PositionBias | None, scale: float
-) -> Tensor:
+def run(call: Call) -> Tensor:
     """A query without keys gives 0, as it does here."""
+    if call.is_empty:
+        return torch.zeros_like(call.q)
     from flash_attn import flash_attn_varlen_func
 
+    queries, keys = call.layout.queries, call.layout.keys
+    boundaries = (queries.cu_seqlens, keys.cu_seqlens, queries.max_seqlen, keys.max_seqlen)
+    deterministic = torch.are_deterministic_algorithms_enabled()
     out: Tensor = flash_attn_varlen_func(
-        *dense_rows(q, k, v), layout.queries.cu_seqlens, layout.keys.cu_seqlens, layout.queries.max_seqlen,
-        layout.keys.max_seqlen, dropout_p=0.0, softmax_scale=scale,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
+        *dense_rows(call), *boundaries, dropout_p=0.0, softmax_scale=call.scale, deterministic=deterministic
+    )
     return out
 
 

@@ -8,7 +8,7 @@ atomics, in any order. On a CPU there is no backward pass, and the scores are wr
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,20 +16,17 @@ from torch import Tensor
 from maelm_fast.batch import Layout
 from maelm_fast.ops import dispatch
 from maelm_fast.ops.attention_backends.common import DROPOUT, dense_rows
-
-if TYPE_CHECKING:
-    from maelm_fast.ops.attention import AttentionLayout, PositionBias
+from maelm_fast.ops.attention_inputs import AttentionLayout, Call, PositionBias
 
 _BLOCK = 128  # rows and keys of a block of the mask: FlexAttention's own choice
 
 
-def reasons(
-    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, bias: PositionBias | None, dropout_p: float
-) -> list[str]:
+def why_not(call: Call) -> list[str]:
+    q, k, v = call.q, call.k, call.v
     found = []
     if not q.dtype == k.dtype == v.dtype:
         found.append("q, k and v differ in dtype")
-    if dropout_p > 0.0:
+    if call.dropout_p > 0.0:
         found.append(DROPOUT)
     if q.device.type != "cuda":
         if any(t.requires_grad for t in (q, k, v)):
@@ -41,22 +38,24 @@ def reasons(
         found.append(f"dtype {str(q.dtype).removeprefix('torch.')} (it takes fp32, bf16 and fp16)")
     if q.shape[-1] < 16:
         found.append(f"head_dim {q.shape[-1]} (at least 16)")
-    if bias is not None and torch.are_deterministic_algorithms_enabled():
+    if call.bias is not None and torch.are_deterministic_algorithms_enabled():
         found.append("its bias gradient has no deterministic mode")
     return found
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, bias: PositionBias | None, scale: float
-) -> Tensor:
+def run(call: Call) -> Tensor:
     """A query without keys gives 0."""
+    if call.is_empty:
+        return torch.zeros_like(call.q)
     from torch.nn.attention.flex_attention import flex_attention
 
-    traced = q.device.type != "cuda" or torch.compiler.is_compiling()
-    run: Any = flex_attention if traced else _compiled(flex_attention)
-    modification = None if bias is None else _score_mod(bias, layout)
-    batch = (x.transpose(0, 1)[None] for x in dense_rows(q, k, v))  # (1, heads, tokens, head_dim)
-    out: Tensor = run(*batch, score_mod=modification, block_mask=layout.block_mask, scale=scale)
+    layout = call.layout
+    traced = call.q.device.type != "cuda" or torch.compiler.is_compiling()
+    kernel: Any = flex_attention if traced else _compiled(flex_attention)
+    modification = None if call.bias is None else _score_mod(call.bias, layout)
+    mask = layout.keep("flex mask", lambda: block_mask(layout.queries, layout.keys))
+    batch = (x.transpose(0, 1)[None] for x in dense_rows(call))  # (1, heads, tokens, head_dim)
+    out: Tensor = kernel(*batch, score_mod=modification, block_mask=mask, scale=call.scale)
     return out[0].transpose(0, 1)
 
 
@@ -85,10 +84,9 @@ def block_mask(queries: Layout, keys: Layout) -> Any:
     def same_sequence(_: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return q_owner[query] == k_owner[key]
 
-    return BlockMask.from_kv_blocks(
-        *_listed(some & ~whole), *_listed(whole), BLOCK_SIZE=_BLOCK, mask_mod=same_sequence,
-        seq_lengths=(queries.num_tokens, keys.num_tokens),
-    )  # fmt: skip
+    partial, full = _listed(some & ~whole), _listed(whole)
+    sizes = (queries.num_tokens, keys.num_tokens)
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=_BLOCK, mask_mod=same_sequence, seq_lengths=sizes)
 
 
 def _owners(layout: Layout) -> Tensor:

@@ -15,17 +15,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maelm_fast import native
 from maelm_fast.batch import Layout
 from maelm_fast.errors import UserError
 from maelm_fast.ops import dispatch
+from maelm_fast.ops.attention_inputs import Call, PositionBias
 from maelm_fast.ops.reference.dropout import keep_weights
+from maelm_fast.ops.registration import describe, native_reason
 
 _BUCKET = 64  # lengths that differ by less share a group
 _CHUNK_BYTES = 16 << 20  # scores computed at a time: what a last-level cache holds
@@ -57,8 +58,17 @@ class Group:
         return torch.arange(count * lq, device=self.query_positions.device).view(count, lq)
 
 
+class Bias(NamedTuple):
+    """A position bias written out for a group."""
+
+    values: Tensor
+    """(H, G, Lq, Lk)"""
+    alone: Tensor
+    """(H, G, Lq) bool: queries all of whose keys it excludes with -inf."""
+
+
 class Grouping:
-    """The groups of one (queries, keys) pair of layouts. Made once per batch and shared by all layers."""
+    """The groups of one (queries, keys) pair of layouts. Made once per batch and kept on the layout."""
 
     def __init__(self, queries: Layout, keys: Layout) -> None:
         self.queries, self.keys = queries, keys
@@ -112,58 +122,57 @@ def _starts(lengths: tuple[int, ...]) -> list[int]:
     return starts
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grouping: Grouping,
-    biases: list[Tensor] | None,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    place: int,
-) -> Tensor:
-    """q: (Tq, H, D). k, v: (Tk, H, D). biases: per group (H, G, Lq, Lk), or None. Returns (Tq, H, D)."""
+def why_not(call: Call) -> list[str]:
+    return []
+
+
+def run(call: Call) -> Tensor:
+    layout, bias = call.layout, call.bias
+    grouping: Grouping = layout.keep("grouping", lambda: Grouping(layout.queries, layout.keys))
     groups = grouping.groups
+    biases = [None] * len(groups) if bias is None else spread(bias, grouping)
     if len(groups) == 1 and groups[0].query_rows is None:
-        out = _group_attention(q, k, v, groups[0], biases[0] if biases else None, scale, dropout_p, seed, place)
-        return out.reshape(q.shape)
-    result = q.new_zeros(q.shape)
-    for i, group in enumerate(groups):
-        out = _group_attention(q, k, v, group, biases[i] if biases else None, scale, dropout_p, seed, place)
+        return _group_attention(call, groups[0], biases[0]).reshape(call.q.shape)
+    result = call.q.new_zeros(call.q.shape)
+    for group, group_bias in zip(groups, biases, strict=True):
+        out = _group_attention(call, group, group_bias)
         assert group.query_rows is not None
         rows = group.query_rows
         if group.query_valid is not None:
             rows, out = rows[group.query_valid], out[group.query_valid]
-        result = result.index_put((rows.reshape(-1),), out.reshape(-1, *q.shape[1:]).to(q.dtype))
+        result = result.index_put((rows.reshape(-1),), out.reshape(-1, *call.q.shape[1:]).to(call.q.dtype))
     return result
 
 
-def _group_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group: Group,
-    bias: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    place: int,
-) -> Tensor:
+def spread(bias: PositionBias, grouping: Grouping) -> list[Bias]:
+    """The bias written out for each group; kept, since all layers use the same."""
+    line = bias.line.float() if bias.line.element_size() < 4 else bias.line
+
+    def written_out(group: Group) -> Bias:
+        values: Tensor = SpreadLine.apply(line, group.distance)
+        excluded = values.detach().isneginf()
+        if group.key_valid is not None:
+            excluded = excluded | ~group.key_valid[:, None, :]
+        return Bias(values, excluded.all(-1))
+
+    biases: list[Bias] = bias.keep(grouping, lambda: [written_out(group) for group in grouping.groups])
+    return biases
+
+
+def _group_attention(call: Call, group: Group, bias: Bias | None) -> Tensor:
     """(G, Lq, H, D); rows of padded queries hold nothing of use."""
     count, lq, lk = group.shape
-    heads, dim = q.shape[1:]
-    q_g = q.view(count, lq, heads, dim) if group.query_rows is None else q[group.query_rows]
-    k_g = k.view(count, lk, heads, dim) if group.key_rows is None else k[group.key_rows]
-    v_g = v.view(count, lk, heads, dim) if group.key_rows is None else v[group.key_rows]
-    if bias is None and dropout_p == 0.0:
+    heads, dim = call.q.shape[1:]
+    q = call.q.view(count, lq, heads, dim) if group.query_rows is None else call.q[group.query_rows]
+    k, v = (x.view(count, lk, heads, dim) if group.key_rows is None else x[group.key_rows] for x in (call.k, call.v))
+    if bias is None and call.dropout_p == 0.0:
         mask = None if group.key_valid is None else group.key_valid[:, None, None, :]
-        mixed = F.scaled_dot_product_attention(
-            q_g.transpose(1, 2), k_g.transpose(1, 2), v_g.transpose(1, 2), mask, scale=scale
-        )
-        return mixed.transpose(1, 2)
-    rows = group.numbered_rows if dropout_p else None
-    out: Tensor = ChunkedAttention.apply(q_g, k_g, v_g, bias, group.key_valid, rows, scale, dropout_p, seed, place)
+        batch = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return F.scaled_dot_product_attention(*batch, mask, scale=call.scale).transpose(1, 2)
+    rows = group.numbered_rows if call.dropout_p else None
+    values, alone = (None, None) if bias is None else (bias.values, bias.alone)
+    masks = (group.key_valid, alone, rows)
+    out: Tensor = ChunkedAttention.apply(q, k, v, values, *masks, call.scale, call.dropout_p, call.seed, call.place)
     return out
 
 
@@ -180,35 +189,37 @@ class ChunkedAttention(torch.autograd.Function):
         v: Tensor,
         bias: Tensor | None,
         key_valid: Tensor | None,
+        alone: Tensor | None,
         rows: Tensor | None,
         scale: float,
         dropout_p: float,
         seed: Tensor | None,
         place: int,
     ) -> Tensor:
-        """rows: (G, Lq), the queries' packed rows, which dropout's mask depends on."""
-        ctx.save_for_backward(q, k, v, bias, key_valid, rows, seed)
+        """bias, alone: a Bias. rows: (G, Lq), the queries' packed rows, which dropout's mask depends on."""
+        ctx.save_for_backward(q, k, v, bias, key_valid, alone, rows, seed)
         ctx.scale, ctx.dropout_p, ctx.place = scale, dropout_p, place
         out = torch.empty_like(q)
         with torch.autocast(q.device.type, enabled=False):
             for chunk in _chunks(q, k):
                 q_c, k_c, v_c = (_heads_first(x, chunk) for x in (q, k, v))
-                weights = _weights(q_c, k_c, bias, key_valid, chunk, scale)
+                weights = _weights(q_c, k_c, bias, key_valid, alone, chunk, scale)
                 if rows is not None:
                     weights.mul_(_keep(weights, rows[chunk], dropout_p, seed, place))
-                out[chunk] = (weights @ v_c).mul_(1.0 / (1.0 - dropout_p)).permute(1, 2, 0, 3)
+                mixed = _without(weights @ v_c, alone, chunk)
+                out[chunk] = mixed.mul_(1.0 / (1.0 - dropout_p)).permute(1, 2, 0, 3)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, bias, key_valid, rows, seed = ctx.saved_tensors
+        q, k, v, bias, key_valid, alone, rows, seed = ctx.saved_tensors
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         grad_bias = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[3] else None
         with torch.autocast(q.device.type, enabled=False):
             for chunk in _chunks(q, k):
                 q_c, k_c, v_c, g_c = (_heads_first(x, chunk) for x in (q, k, v, grad_out))
-                g_c = g_c * (1.0 / (1.0 - ctx.dropout_p))
-                weights = _weights(q_c, k_c, bias, key_valid, chunk, ctx.scale)
+                g_c = _without(g_c * (1.0 / (1.0 - ctx.dropout_p)), alone, chunk)
+                weights = _weights(q_c, k_c, bias, key_valid, alone, chunk, ctx.scale)
                 grad = g_c @ v_c.transpose(-1, -2)
                 dropped = weights
                 if rows is not None:
@@ -221,7 +232,7 @@ class ChunkedAttention(torch.autograd.Function):
                     grad_bias[:, chunk] = grad
                 grad_q[chunk] = (grad @ k_c).mul_(ctx.scale).permute(1, 2, 0, 3)
                 grad_k[chunk] = (grad.transpose(-1, -2) @ q_c).mul_(ctx.scale).permute(1, 2, 0, 3)
-        return grad_q, grad_k, grad_v, grad_bias, None, None, None, None, None, None
+        return grad_q, grad_k, grad_v, grad_bias, None, None, None, None, None, None, None
 
 
 def _chunks(q: Tensor, k: Tensor) -> list[slice]:
@@ -236,15 +247,30 @@ def _heads_first(x: Tensor, chunk: slice) -> Tensor:
     return x[chunk].permute(2, 0, 1, 3).to(dtype).contiguous()
 
 
-def _weights(q: Tensor, k: Tensor, bias: Tensor | None, key_valid: Tensor | None, chunk: slice, scale: float) -> Tensor:
-    """softmax(q k^T * scale + bias): (H, c, Lq, Lk)."""
+def _weights(
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None,
+    key_valid: Tensor | None,
+    alone: Tensor | None,
+    chunk: slice,
+    scale: float,
+) -> Tensor:
+    """softmax(q k^T * scale + bias): (H, c, Lq, Lk). Finite for queries that are alone, whose rows are not used."""
     scores = (q * scale) @ k.transpose(-1, -2)
     if bias is not None:
         scores.add_(bias[:, chunk])
     if key_valid is not None:
         scores.masked_fill_(~key_valid[chunk][None, :, None, :], float("-inf"))
+    if alone is not None:
+        scores[..., 0].masked_fill_(alone[:, chunk], 0.0)
     weights: Tensor = scores.softmax(dim=-1)
     return weights
+
+
+def _without(rows: Tensor, alone: Tensor | None, chunk: slice) -> Tensor:
+    """rows (H, c, Lq, D), in place: 0 for queries that are alone."""
+    return rows if alone is None else rows.masked_fill_(alone[:, chunk, :, None], 0.0)
 
 
 def _keep(like: Tensor, rows: Tensor, p: float, seed: Tensor | None, place: int) -> Tensor:
@@ -252,7 +278,7 @@ def _keep(like: Tensor, rows: Tensor, p: float, seed: Tensor | None, place: int)
     if seed is None:
         raise ValueError("dropout needs a seed")
     heads, columns = like.shape[0], like.shape[-1]
-    if native.has("keep_weights", like.device.type):
+    if not native_reason("keep_weights", like.device.type):
         dtype = like.dtype if like.dtype in dispatch.FLOATS else torch.float32
         draw = torch.ops.maelm_fast.keep_weights_native_fwd
         keep: Tensor = draw(rows.reshape(-1), heads, columns, p, seed, place, dtype)
@@ -276,3 +302,12 @@ class SpreadLine(torch.autograd.Function):
         (index,) = ctx.saved_tensors
         heads = [torch.bincount(index, weights=g.reshape(-1).double(), minlength=ctx.width) for g in grad]
         return torch.stack(heads).to(ctx.dtype), None
+
+
+def _fake_keep_weights(
+    rows: Tensor, heads: int, columns: int, p: float, seed: Tensor, place: int, dtype: torch.dtype
+) -> Tensor:
+    return rows.new_empty((heads, rows.shape[0], columns), dtype=dtype)
+
+
+describe("keep_weights_native_fwd", _fake_keep_weights)

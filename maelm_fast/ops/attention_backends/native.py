@@ -6,43 +6,32 @@ so nothing is written out for all pairs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from maelm_fast.ops import dispatch
-from maelm_fast.ops.registration import Direction, register
-
-if TYPE_CHECKING:
-    from maelm_fast.ops.attention import AttentionLayout, PositionBias
+from maelm_fast.ops.attention_inputs import Call
+from maelm_fast.ops.registration import describe
 
 HEAD_DIMS = (16, 32, 64, 128)
 
 
-def reasons(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
-    found = dispatch.native_reasons("attention", q, k, v)
-    if q.shape[-1] not in HEAD_DIMS:
-        found.append(f"head_dim {q.shape[-1]} (it takes {', '.join(map(str, HEAD_DIMS[:-1]))} and {HEAD_DIMS[-1]})")
+def why_not(call: Call) -> list[str]:
+    found = dispatch.native_reasons("attention", call.q, call.k, call.v)
+    if call.q.shape[-1] not in HEAD_DIMS:
+        known = f"{', '.join(map(str, HEAD_DIMS[:-1]))} and {HEAD_DIMS[-1]}"
+        found.append(f"head_dim {call.q.shape[-1]} (it takes {known})")
     return found
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: AttentionLayout,
-    bias: PositionBias | None,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    place: int,
-) -> Tensor:
-    queries, keys = layout.queries, layout.keys
-    out: Tensor = torch.ops.maelm_fast.attention_native_fwd(
-        q, k, v, bias.line if bias is not None else None, queries.cu_seqlens, keys.cu_seqlens, queries.positions,
-        keys.positions, scale, dropout_p, seed, place,
-    )[0]  # fmt: skip
+def run(call: Call) -> Tensor:
+    queries, keys = call.layout.queries, call.layout.keys
+    line = None if call.bias is None else call.bias.line
+    layout = (queries.cu_seqlens, keys.cu_seqlens, queries.positions, keys.positions)
+    numbers = (call.scale, call.dropout_p, call.seed, call.place)
+    out: Tensor = torch.ops.maelm_fast.attention_native_fwd(call.q, call.k, call.v, line, *layout, *numbers)[0]
     return out
 
 
@@ -51,11 +40,21 @@ def _fake_fwd(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fake_bwd(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, line: Tensor | None,
-    q_starts: Tensor, k_starts: Tensor, q_positions: Tensor, k_positions: Tensor, line_gradient: bool, *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    line: Tensor | None,
+    q_starts: Tensor,
+    k_starts: Tensor,
+    q_positions: Tensor,
+    k_positions: Tensor,
+    line_gradient: bool,
+    *_: Any,
+) -> tuple[Tensor, ...]:
     grad_line = line.new_empty(line.shape) if line is not None and line_gradient else q.new_empty(0)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), grad_line
+    return (*(t.new_empty(t.shape) for t in (q, k, v)), grad_line)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -66,12 +65,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.numbers = (scale, dropout_p, place)
 
 
-def _differentiate(backward: Any, ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad_out: Tensor, _: None) -> tuple[Tensor | None, ...]:
     *tensors, seed = ctx.saved_tensors
     scale, dropout_p, place = ctx.numbers
     wanted = ctx.needs_input_grad[3]
-    grad_q, grad_k, grad_v, grad_line = backward(grad_out, *tensors, wanted, scale, dropout_p, seed, place)
-    return grad_q, grad_k, grad_v, grad_line if wanted else None, *(None,) * 8
+    grad_q, grad_k, grad_v, grad_line = torch.ops.maelm_fast.attention_native_bwd(
+        grad_out, *tensors, wanted, scale, dropout_p, seed, place
+    )
+    return grad_q, grad_k, grad_v, grad_line if wanted else None
 
 
-register("attention", Direction("", None, _fake_fwd), Direction("", None, _fake_bwd), _setup_context, _differentiate)
+describe("attention_native_fwd", _fake_fwd, _setup_context, _backward)
+describe("attention_native_bwd", _fake_bwd)

@@ -7,36 +7,30 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from maelm_fast.ops.attention_backends.common import dense_rows, varlen_reasons
-
-if TYPE_CHECKING:
-    from maelm_fast.ops.attention import AttentionLayout, PositionBias
+from maelm_fast.ops.attention_inputs import Call
 
 
-def reasons(
-    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, bias: PositionBias | None, dropout_p: float
-) -> list[str]:
-    found = varlen_reasons(q, k, v, bias, dropout_p)
-    if 0 in layout.queries.lengths or 0 in layout.keys.lengths:
+def why_not(call: Call) -> list[str]:
+    found = varlen_reasons(call)
+    if 0 in call.layout.queries.lengths or 0 in call.layout.keys.lengths:
         found.append("a sequence is empty (cuDNN, which it may choose, is not known to take one)")
     return found or _lacking()
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, bias: PositionBias | None, scale: float
-) -> Tensor:
+def run(call: Call) -> Tensor:
+    if call.is_empty:
+        return torch.zeros_like(call.q)
     from torch.nn.attention.varlen import varlen_attn
 
-    q, k, v = dense_rows(q, k, v)
-    out = varlen_attn(
-        q, k, v, layout.queries.cu_seqlens, layout.keys.cu_seqlens, layout.queries.max_seqlen, layout.keys.max_seqlen,
-        scale=scale,
-    )  # fmt: skip
+    queries, keys = call.layout.queries, call.layout.keys
+    q, k, v = dense_rows(call)
+    boundaries = (queries.cu_seqlens, keys.cu_seqlens, queries.max_seqlen, keys.max_seqlen)
+    out = varlen_attn(q, k, v, *boundaries, scale=call.scale)
     assert isinstance(out, Tensor)  # a pair only where the log-sum-exp is asked for
     return out
 

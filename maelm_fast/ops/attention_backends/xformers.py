@@ -6,44 +6,40 @@ have the square of the batch's tokens, nearly all of them masked.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from maelm_fast.batch import Layout
 from maelm_fast.ops.attention_backends.common import dense_rows, package_reasons, varlen_reasons
-
-if TYPE_CHECKING:
-    from maelm_fast.ops.attention import AttentionLayout, PositionBias
+from maelm_fast.ops.attention_inputs import AttentionLayout, Call
 
 
-def reasons(
-    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, bias: PositionBias | None, dropout_p: float
-) -> list[str]:
-    others = varlen_reasons(q, k, v, bias, dropout_p)
-    if 0 in layout.queries.lengths or 0 in layout.keys.lengths:
+def why_not(call: Call) -> list[str]:
+    others = varlen_reasons(call)
+    if 0 in call.layout.queries.lengths or 0 in call.layout.keys.lengths:
         others.append("a sequence is empty (not all of its kernels are known to take one)")
     if torch.are_deterministic_algorithms_enabled():
         others.append("its backward pass has no deterministic mode")
     return package_reasons("xformers", "xformers", _load, others)
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, bias: PositionBias | None, scale: float
-) -> Tensor:
+def run(call: Call) -> Tensor:
+    if call.is_empty:
+        return torch.zeros_like(call.q)
     from xformers.ops import memory_efficient_attention
 
-    batch = (x[None] for x in dense_rows(q, k, v))  # (1, tokens, heads, head_dim)
-    out: Tensor = memory_efficient_attention(*batch, attn_bias=layout.block_diagonal, scale=scale)
+    batch = (x[None] for x in dense_rows(call))  # (1, tokens, heads, head_dim)
+    out: Tensor = memory_efficient_attention(*batch, attn_bias=_mask(call.layout), scale=call.scale)
     return out[0]
 
 
-def block_diagonal(queries: Layout, keys: Layout) -> Any:
-    """The mask on the current CUDA device. Making it copies the lengths there, so it is kept on the layout."""
+def _mask(layout: AttentionLayout) -> Any:
+    """On the current CUDA device. Making it copies the lengths there."""
     from xformers.ops.fmha.attn_bias import BlockDiagonalMask
 
-    return BlockDiagonalMask.from_seqlens(list(queries.lengths), list(keys.lengths))
+    lengths = (list(layout.queries.lengths), list(layout.keys.lengths))
+    return layout.keep("xformers mask", lambda: BlockDiagonalMask.from_seqlens(*lengths))
 
 
 def _load() -> None:

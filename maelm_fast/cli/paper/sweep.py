@@ -1,4 +1,4 @@
-"""`maelm-fast sweep TASK... --model DIR --data DIR --grid GRID --out OUT`: a grid over seeds, tasks and models.
+"""`maelm-fast paper sweep TASK... --model DIR --data DIR --grid GRID --out OUT`: a grid over seeds, tasks and models.
 
 Started again, by hand or beside itself, the command goes on with what is not finished; finetuning/sweep.py says which
 files there are, and in which order runs are taken up.
@@ -6,21 +6,22 @@ files there are, and in which order runs are taken up.
 
 from __future__ import annotations
 
-import argparse
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
-from maelm_fast.cli.common import OneLineParser
-from maelm_fast.cli.reproduce import duration
+from maelm_fast.cli.common import option, parse
+from maelm_fast.cli.paper.experiment import duration
+from maelm_fast.cli.tasks import TaskOptions
 from maelm_fast.config import require
 from maelm_fast.errors import UserError
-from maelm_fast.finetuning import tasks
 from maelm_fast.finetuning.config import FinetuneConfig
-from maelm_fast.finetuning.examples import TaskData, read_task
+from maelm_fast.finetuning.examples import read_task
 from maelm_fast.finetuning.metrics import baselines
-from maelm_fast.finetuning.tasks import Task
+from maelm_fast.finetuning.tasks import TASKS, Task
 from maelm_fast.paper import grids, printed
 from maelm_fast.paper.sweep import Model, Sweep, estimate, make_model, make_sweep, read_done, run_sweep
 from maelm_fast.paper.sweep_plot import PICTURE, draw
@@ -29,16 +30,68 @@ from maelm_fast.paper.sweep_report import GLUE, REPORT, RUNS, write_tables
 PAPER = {"base": (printed.TABLE_1, 0), "base++": (printed.TABLE_1, 1), "large++": (printed.TABLE_6, 0)}
 
 
+EXAMPLES = """
+    maelm-fast paper sweep rte mrpc --model runs/base --data glue/ --grid quick --out sweeps/quick
+    maelm-fast paper sweep glue --model MLM=runs/mlm --model MAE-LM=runs/mae@50000 --data glue/ --grid paper-base \\
+        --workers 2 --out sweeps/glue
+    maelm-fast paper sweep glue --model runs/base --data glue/ --grid paper-base --out sweeps/glue --plan
+"""
+MAIN = "task text_columns label_column".split()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Fine-tune every cell of a grid with several seeds, and report each task's best cell by the median over seeds on
+    the development set. Several of these commands may share one --out, say one per GPU (CUDA_VISIBLE_DEVICES).
+
+    Exit code: 0, also when stopped by SIGTERM or SIGINT; 1 if a run failed; 2 for bad input."""
+
+    tasks: tuple[str, ...] = option(
+        (), positional=True, metavar="TASK", help=f"Of {', '.join(TASKS)}; 'glue' is all of GLUE's eight."
+    )
+    model: tuple[str, ...] = option((), metavar="[LABEL=]DIR[@STEP]")
+    """A run directory of ours (newest checkpoint, or that of STEP) or a Hugging Face directory; a row each."""
+    random_init: tuple[str, ...] = option((), metavar="[LABEL=]DIR", more=True)
+    """A row for the same encoder with random weights, the control that pretraining must beat."""
+    data: tuple[str, ...] = option(metavar="DIR")
+    """A directory with TASK/ or its files in it, or hub; of several, a task takes the first that has TASK/."""
+    grid: str = option(
+        help="; ".join(f"{grid.name}: {grid.about}" for grid in grids.GRIDS.values())
+        + "; or a YAML file, see docs/sweeps.md."
+    )
+    out: Path
+    """Ledger and reports; sweeps in one directory share runs."""
+    seeds: int = 5
+    """Each cell with seeds 0 to N-1; the paper's are 5."""
+    budget: int | None = None
+    """A fixed pseudo-random subset of so many cells of each task's grid."""
+    workers: int = 1
+    """Processes on this machine: each sees one GPU, in turn, or has its share of the CPU threads."""
+    limit: int | None = option(None, more=True)
+    """Training examples per task: a fixed pseudo-random subset."""
+    engine: Literal["auto", "packed", "transformers"] = option("auto", more=True)
+    """For Hugging Face directories: their own model (auto), or our kernels (packed)."""
+    device: Literal["auto", "cpu", "cuda"] = option("auto", more=True)
+    precision: Literal["auto", "bf16", "fp32"] = option("auto", more=True)
+    """Unless the grid names it."""
+    micro_batch_tokens: int = option(FinetuneConfig.micro_batch_tokens, more=True)
+    """Tokens of a forward pass: lower it if memory runs out."""
+    paper: Literal["base", "base++", "large++"] | None = option(None, more=True)
+    """The paper's rows of that setting beside ours."""
+    plan: bool = option(False, aliases=("--dry-run",))
+    """Show cells, runs and the time they will take, and stop."""
+
+
 def main(argv: list[str]) -> int:
-    options = _parser().parse_args(argv)
-    sweep = _sweep(options)
-    out = Path(options.out)
+    options, own = parse("paper sweep", argv, Options, TaskOptions, examples=EXAMPLES, main=MAIN)
+    sweep = _sweep(options, own)
+    out = options.out
     print("\n".join(_planned(sweep, out)), flush=True)
     if options.plan:
         return 0
     rows = _printed(options.paper) if options.paper else []
     references = {search.data.task.name: baselines(search.data) for search in sweep.searches}
-    places = {search.data.task.name: _data_options(search.data.task, options) for search in sweep.searches}
+    places = {search.data.task.name: _data_options(search.data.task, options, own) for search in sweep.searches}
     tables = partial(write_tables, printed=rows, baselines=references, data_options=places)
     try:
         to_the_end = run_sweep(sweep, out, options.workers, tables)
@@ -58,99 +111,33 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        prog="maelm-fast sweep",
-        description="Fine-tunes every cell of a grid with several seeds, and reports each task's best cell by the "
-        "median over seeds on the development set. Several of these commands may share one --out, say one per GPU "
-        "(CUDA_VISIBLE_DEVICES).",
-        epilog="Exit code: 0, also when stopped by SIGTERM or SIGINT; 1 if a run failed; 2 for bad input.",
-    )
-    add = parser.add_argument
-    add("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(tasks.TASKS)}; 'glue' is all of GLUE's eight")
-    add("--model", action="append", default=[], metavar="[LABEL=]DIR[@STEP]", help="a run directory of ours (newest "
-        "checkpoint, or that of STEP) or a Hugging Face directory; give it again for more rows")  # fmt: skip
-    add("--random-init", action="append", default=[], metavar="[LABEL=]DIR", help="a row for the same encoder with "
-        "random weights, the control that pretraining must beat; may be given again")  # fmt: skip
-    add("--data", required=True, nargs="+", action="extend", metavar="DIR", help="a directory with TASK/ or its files "
-        "in it, or hub; of several, a task takes the first that has TASK/")  # fmt: skip
-    known = "; ".join(f"{grid.name}: {grid.about}" for grid in grids.GRIDS.values())
-    add("--grid", required=True, metavar="GRID", help=f"{known}; or a YAML file, see docs/sweeps.md")
-    add("--out", required=True, metavar="OUT", help="ledger and reports; sweeps in one directory share runs")
-    add("--seeds", type=int, default=5, metavar="N", help="each cell with seeds 0 to N-1 (default: 5, the paper's)")
-    add("--budget", type=int, metavar="N", help="a fixed pseudo-random subset of N cells of each task's grid")
-    add("--workers", type=int, default=1, metavar="N", help="processes on this machine: each sees one GPU, in turn, or "
-        "has its share of the CPU threads (default: 1)")  # fmt: skip
-    add("--limit", type=int, metavar="N", help="training examples per task: a fixed pseudo-random subset")
-    add("--engine", choices=("auto", "packed", "transformers"), default="auto", help="for Hugging Face directories: "
-        "their own model (auto), or our kernels (packed)")  # fmt: skip
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--precision", choices=("auto", "bf16", "fp32"), default="auto", help="unless the grid names it")
-    add("--micro-batch-tokens", type=int, default=FinetuneConfig.micro_batch_tokens, metavar="N",
-        help="tokens of a forward pass: lower it if memory runs out (default: %(default)s)")  # fmt: skip
-    add("--paper", choices=tuple(PAPER), help="the paper's rows of that setting beside ours")
-    add("--plan", "--dry-run", action="store_true", help="show cells, runs and the time they will take, and stop")
-    own = parser.add_argument_group("a task of your own, instead of TASK")
-    own.add_argument("--task", choices=("classification", "regression"))
-    own.add_argument("--text-columns", metavar="A[,B]")
-    own.add_argument("--label-column", metavar="NAME")
-    own.add_argument("--name", help="in the table (default: custom)")
-    own.add_argument("--train", nargs="+", action="extend", default=[], metavar="FILE",
-                     help="training files, if not DIR/train.*; also of a TASK, if there is only one")  # fmt: skip
-    own.add_argument("--validation", nargs="+", action="extend", default=[], metavar="FILE", help="likewise")
-    return parser
-
-
-def _sweep(options: argparse.Namespace) -> Sweep:
+def _sweep(options: Options, own: TaskOptions) -> Sweep:
     require(bool(options.model or options.random_init), "--model is needed: a run directory or a Hugging Face one")
     grid = grids.get(options.grid)
-    chosen = _tasks(options)
+    chosen = own.chosen(options.tasks, GLUE)
     models = [parse_model(text) for text in options.model] + [parse_model(text, True) for text in options.random_init]
     base = FinetuneConfig(
         device=options.device, precision=options.precision, micro_batch_tokens=options.micro_batch_tokens
     )
     for task in chosen:  # before the data is read, which may take long
         grid.cells(task, base)
-    data = [_read(task, options) for task in chosen]
+    data = [read_task(task, _place(task, options.data), own.train, own.validation, options.limit) for task in chosen]
     return make_sweep(grid, models, data, options.seeds, options.budget, options.engine, base)
 
 
-def _tasks(options: argparse.Namespace) -> list[Task]:
-    own = (options.task, options.text_columns, options.label_column)
-    if any(own):
-        require(not options.tasks, "a task by name and --task exclude each other")
-        require(all(own), "a task of your own needs --task, --text-columns and --label-column")
-        return [tasks.custom(options.task, options.text_columns.split(","), options.label_column,
-                             name=options.name or "custom")]  # fmt: skip
-    require(options.name is None, "--name is for a task of your own, with --task")
-    require(bool(options.tasks), f"name a task: {', '.join(tasks.TASKS)}, or 'glue' for GLUE's eight")
-    names = [name for given in options.tasks for name in (GLUE if given == "glue" else (given,))]
-    require(
-        len(names) == 1 or not (options.train or options.validation),
-        "--train and --validation are the files of one task: name one task",
-    )
-    return [tasks.get(name) for name in names]
-
-
-def _read(task: Task, options: argparse.Namespace) -> TaskData:
-    return read_task(task, _place(task, options.data), options.train, options.validation, options.limit)
-
-
-def _place(task: Task, places: list[str]) -> str:
+def _place(task: Task, places: Sequence[str]) -> str:
     """Which of --data has the task."""
     having = [place for place in places if (Path(place) / task.name).is_dir()]
     require(len(places) == 1 or bool(having), f"none of {', '.join(places)} has a folder {task.name}: see --data")
     return (having or places)[0]
 
 
-def _data_options(task: Task, options: argparse.Namespace) -> str:
+def _data_options(task: Task, options: Options, own: TaskOptions) -> str:
     """The same for `maelm-fast finetune`."""
     words = ["--data", _place(task, options.data)]
-    for name in ("task", "text_columns", "label_column", "name", "limit"):
-        value = getattr(options, name)
-        words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
-    for name in ("train", "validation"):
-        words += [f"--{name}", *getattr(options, name)] if getattr(options, name) else []
+    for name, value in {**vars(own), "limit": options.limit}.items():
+        if value:
+            words += [f"--{name.replace('_', '-')}", *(value if isinstance(value, tuple) else [str(value)])]
     return shlex.join(words)
 
 
