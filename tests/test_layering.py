@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "export": LEAVES | {"presets", "model", "data", "training", "ops"},
     "finetuning": LEAVES | {"reporting", "presets", "model", "data", "training", "ops", "analysis", "export"},
     "paper": LEAVES | {"reporting", "presets", "model", "data", "training", "ops", "analysis", "export", "finetuning"},
-    "cli": LEAVES | {"reporting", "presets", "model", "data", "training", "analysis", "export", "finetuning", "paper", "ops"},
+    "cli": LEAVES
+    | {"reporting", "presets", "model", "data", "training", "analysis", "export", "finetuning", "paper", "ops"},
 }
 STANDS_ALONE = (
     PACKAGE / "export" / "modeling_maelm.py"

@@ -34,7 +34,7 @@ from maelm_fast.paper.results import (
     pretraining_input,
     untrained,
 )
-from maelm_fast.paper.scores import AVERAGE, Column, column, filled
+from maelm_fast.paper.scores import AVERAGE, Column, column, filled, own_scores
 from maelm_fast.reporting import NONE, number, over_draws, over_seeds, short_number, table, where, write_results
 from maelm_fast.training.files import write_text
 

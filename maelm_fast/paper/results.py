@@ -20,7 +20,7 @@ from maelm_fast.paper.catalogue import GLUE, Row
 from maelm_fast.paper.downstream import Prompting
 from maelm_fast.paper.plan import PRETRAINING, Cell, Plan, rank_stage
 from maelm_fast.paper.prompting.run import METRICS
-from maelm_fast.paper.scores import AVERAGE, averages, best_cells
+from maelm_fast.paper.scores import AVERAGE, averages, best_cells, own_scores
 from maelm_fast.reporting import frame, where
 from maelm_fast.training.ledger import Ledger
 
@@ -231,11 +231,6 @@ def _by_split(about: dict[str, Any], found: dict[str, dict[str, float]]) -> Iter
 
 def _lists(rows: Any) -> list[list[int]]:
     return [[int(v) for v in of["value"]] for _, of in rows.groupby(["seed", "draw"], sort=False, dropna=False)]
-
-
-def own_scores(rows: Any, task: Task) -> Any:
-    """The rows of a task's own metric on its first validation split."""
-    return where(rows, task=task.name, split=task.validation[0], metric=task.metric)
 
 
 def untrained(cell: Cell) -> str:

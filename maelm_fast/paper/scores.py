@@ -13,7 +13,7 @@ from typing import Any
 
 from maelm_fast.finetuning.tasks import Task
 from maelm_fast.paper.catalogue import GLUE
-from maelm_fast.reporting import NONE, number, per_group
+from maelm_fast.reporting import NONE, number, per_group, where
 
 AVERAGE = "AVG"
 _PAPER = {
@@ -56,6 +56,11 @@ def columns(tasks: Sequence[Task]) -> list[Column]:
     found = [column(header, tasks) for header, name in _PAPER.items() if name in names or (not name and average)]
     own = [task for task in tasks if task.name not in _PAPER.values()]
     return found + [Column(f"{task.title} ({task.metric})", task, task.metric) for task in own]
+
+
+def own_scores(rows: Any, task: Task) -> Any:
+    """The rows of a task's own metric on its first validation split, the one that selects."""
+    return where(rows, task=task.name, split=task.validation[0], metric=task.metric)
 
 
 def best_cells(rows: Any, tasks: Iterable[Task], keys: Sequence[str] = ("model", "task")) -> Any:

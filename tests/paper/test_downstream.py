@@ -30,7 +30,8 @@ from maelm_fast.paper.downstream import Files, FineTuning, Prompting, assumed_ta
 from maelm_fast.paper.figures import draw
 from maelm_fast.paper.plan import Cell, Plan, make_plan
 from maelm_fast.paper.report import checkpoints, report
-from maelm_fast.paper.results import BASELINES, Results, own_scores, passes
+from maelm_fast.paper.results import BASELINES, Results, passes
+from maelm_fast.paper.scores import own_scores
 from maelm_fast.training.ledger import Ledger
 from tests.conftest import WORDS
 

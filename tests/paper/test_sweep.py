@@ -28,8 +28,7 @@ from maelm_fast.finetuning.tasks import TASKS
 from maelm_fast.paper import sweep as module
 from maelm_fast.paper.grids import Grid
 from maelm_fast.paper.sweep import Model, Run, Sweep, estimate, make_model, make_sweep, read_done, run_sweep
-from maelm_fast.paper.sweep_plot import draw
-from maelm_fast.paper.sweep_report import average, best_json, find_best, write_tables
+from maelm_fast.paper.sweep_report import draw, write_tables
 from maelm_fast.training.ledger import Ledger
 from tests.finetuning import toys
 from tests.waiting import HANG, wait_until
