@@ -79,13 +79,13 @@ def plot_runs(runs: list[RunDir], out: Path, over: Over = "tokens") -> None:
     require_matplotlib()
     from matplotlib.ticker import PercentFormatter
 
-    curves = [read_curves(run, over) for run in runs]
+    labels, curves = _run_labels(runs), [read_curves(run, over) for run in runs]
     evaluated = any(run["val_accuracy"][0] for run in curves)
     ranked, masked = (any(run[name][0] for run in curves) for name in ("rank_last", "rank_last_mask"))
     panels = 1 + evaluated + ranked
     figure = figure_of((7.0, 11.0, 16.0)[panels - 1], 4.6)
     axes = figure.subplots(1, panels, squeeze=False)[0]
-    for i, (run, label) in enumerate(zip(curves, _run_labels(runs), strict=True)):
+    for i, (run, label) in enumerate(zip(curves, labels, strict=True)):
         _draw_run(axes, run, label, i, evaluated, ranked)
     for nats in sorted({round(run["unigram_nats"][1][-1], 2) for run in curves if run["unigram_nats"][1]}):
         label = f"unigram entropy, {nats:.2f} nats"

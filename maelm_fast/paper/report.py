@@ -28,7 +28,6 @@ from maelm_fast.paper.results import (
     RANDOM,
     REAL,
     Results,
-    own_scores,
     passes,
     predicts_all,
     pretraining_input,

@@ -155,8 +155,8 @@ def test_metrics_that_a_development_set_has_not() -> None:
     found = {"exact": 1.0, "f1": 2.0, "HasAns_exact": 1.0, "HasAns_f1": 2.0, "best_exact": 3.0, "best_f1": 4.0}
     part = SpanExamples(TASKS["squad_v2"], "v", "here", ["p"], ["a"], ["a b"], [""], [(Answer("b", 2),)])
     one = replace(result(0, 4.0), metrics={"v": found})
-    text = module.table(TaskData(part.task, part, {"v": part}, ()), [one], {})
-    assert text.splitlines()[1].split() == [
+    lines = module.terminal_lines(TaskData(part.task, part, {"v": part}, ()), [one], {})
+    assert lines[1].split() == [
         "best_f1", "exact", "f1", "HasAns_exact", "HasAns_f1", "best_exact", "last", "best_f1", "seconds", "windows/s",
     ]  # fmt: skip
 

@@ -86,7 +86,8 @@ def _tables(plan: Plan, rows: Any, printed: dict[Mode, list[PrintedRow]]) -> lis
         wanted = 1 if mode == "zero-shot" else len(plan.seeds)
         of_mode = where(rows, mode=mode)
         body = [["majority class", *_cells(where(rows, model="majority class"), questions, 1), *("" for _ in average)]]
-        means = averages(of_mode, {question.name: question.data.task.metric for question in questions}, statistics.fmean)
+        metrics = {question.name: question.data.task.metric for question in questions}
+        means = averages(of_mode, metrics, statistics.fmean)
         for model in plan.models:
             cells = _cells(where(of_mode, model=model.label), questions, wanted)
             body.append([model.label, *cells, *(number(means.get(model.label)) for _ in average)])
@@ -152,8 +153,8 @@ def _explained(plan: Plan, found: Found, about: dict[str, dict[str, Any]]) -> li
         choice = f"with learning rate {few.lrs[0]:g} and batch {few.batch_sizes[0]}"
         if (pairs := len(few.lrs) * len(few.batch_sizes)) > 1:
             rates, batches = ", ".join(f"{lr:g}" for lr in few.lrs), ", ".join(map(str, few.batch_sizes))
-            choice = f"with each of {pairs} pairs of learning rate ({rates}) and batch ({batches}), of which the draw's "
-            choice += "development examples choose"
+            choice = f"with each of {pairs} pairs of learning rate ({rates}) and batch ({batches}), of which the "
+            choice += "draw's development examples choose"
         seeds = ", ".join(map(str, plan.seeds))
         lines += [
             f"- Few-shot: {len(plan.seeds)} draws (seeds {seeds}) of {few.shots} examples per label to train on and as "
