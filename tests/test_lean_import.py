@@ -9,9 +9,20 @@ import textwrap
 from tests.waiting import HANG
 
 HEAVY = (
-    "transformers", "accelerate", "sklearn", "scipy", "matplotlib", "flash_attn", "xformers",  # the extras
-    "datasets", "triton", "jsonargparse", "tokenizers", "pyarrow",
-)  # fmt: skip
+    "transformers",
+    "accelerate",
+    "sklearn",
+    "scipy",
+    "matplotlib",
+    "flash_attn",
+    "xformers",  # the extras
+    "datasets",
+    "pandas",
+    "triton",
+    "jsonargparse",
+    "tokenizers",
+    "pyarrow",
+)
 
 
 def run(code: str) -> str:
@@ -26,7 +37,7 @@ def test_importing_the_package_loads_nothing_optional() -> None:
     out = run(f"""
         import sys, torch
         before = set(sys.modules)
-        import maelm_fast, maelm_fast.presets, maelm_fast.batch
+        import maelm_fast, maelm_fast.presets, maelm_fast.batch, maelm_fast.reporting
         from maelm_fast.model.maelm import MaeLm
         new = set(sys.modules) - before
         print([name for name in {HEAVY!r} if name in new])

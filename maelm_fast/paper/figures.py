@@ -216,8 +216,9 @@ def _by_row(results: Results) -> Any:
         _marked(rank, y, _spread({"": list(map(float, results.last_layer(row, REAL)))}), 2)
     loss.set_yticks(range(len(rows)), [row.title for row in rows])
     loss.invert_yaxis()
-    loss.set_xlabel(_LOSS)
-    rank.set_xlabel("0.9-effective rank, last layer")
+    alone = "\none pretraining seed" if results.plan.seeds == 1 else ""
+    loss.set_xlabel(_LOSS + alone)
+    rank.set_xlabel("0.9-effective rank, last layer" + alone)
     rank.plot([], [], linestyle="none", **look(2), label="all tokens real")
     rank.plot([], [], linestyle="none", **look(1), fillstyle="none", label="the input of pretraining")
     for axis in third:

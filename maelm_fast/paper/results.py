@@ -29,8 +29,22 @@ REAL = "without_mask"
 BASELINES = "baselines"
 """The ledger's stage of what no model was needed for; its key is the task."""
 RANDOM = "random initialisation"
-_COLUMNS = ("model", "seed", "kind", "step", "task", "split", "metric", "cell", "draw", "input", "layer", "tokens",
-            "seconds", "value")  # fmt: skip
+_COLUMNS = (
+    "model",
+    "seed",
+    "kind",
+    "step",
+    "task",
+    "split",
+    "metric",
+    "cell",
+    "draw",
+    "input",
+    "layer",
+    "tokens",
+    "seconds",
+    "value",
+)
 
 
 @dataclass(frozen=True)
@@ -184,8 +198,15 @@ class Results:
         for step in self.plan.of_row(row)[0].rank_steps:
             seeds, at = where(scores, step=step)["value"].tolist(), where(passed, step=step)
             if seeds and len(at):
-                points.append({"step": step, "tokens": int(at["tokens"].iloc[0]), "seeds": seeds,
-                               "seconds": at["seconds"].median(), "score": statistics.median(seeds)})  # fmt: skip
+                points.append(
+                    {
+                        "step": step,
+                        "tokens": int(at["tokens"].iloc[0]),
+                        "seeds": seeds,
+                        "seconds": at["seconds"].median(),
+                        "score": statistics.median(seeds),
+                    }
+                )
         return points
 
     def end(self, row: Row, task: Task) -> dict[str, Any] | None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import shlex
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.fingerprint import deciding
-from maelm_fast.finetuning.tasks import TASKS
+from maelm_fast.finetuning.tasks import TASKS, Task
 from maelm_fast.paper.catalogue import GLUE
 from maelm_fast.paper.grids import Cell, shown
 from maelm_fast.paper.scores import AVERAGE, averages, best_cells, columns, filled, own_scores
@@ -69,7 +71,7 @@ def write_tables(
         rows = results(sweep, done)
         try:
             write_results(out, rows)
-            text = "\n".join(_report(_Found(sweep, done, rows), printed, baselines or {}, data_options or {}))
+            text = "\n".join(_report(_Found.of(sweep, rows), done, printed, baselines or {}, data_options or {}))
             write_text(out / REPORT, text.rstrip() + "\n")
         except OSError as error:
             raise UserError(f"cannot write in {out}: {error.strerror}; the same command goes on") from None
@@ -110,54 +112,47 @@ def results(sweep: Sweep, done: Done) -> Any:
 
 
 @dataclass(frozen=True)
-class _Best:
-    """The best cell of a task for one model."""
+class _Found:
+    """The finished rows of a sweep, as its report asks for them."""
 
-    model: Model
-    search: Search
-    cell: Cell
-    values: dict[tuple[str, str], list[float]]
-    """(split, metric) -> over the seeds."""
-    tried: int
-    """Cells of which at least one seed is finished."""
+    sweep: Sweep
+    best: Any
+    """The rows of the best cells."""
+    values: dict[tuple[str, str, str, str], list[float]]
+    """Of the best cells: (model, task, split, metric) -> over the seeds."""
+    tried: dict[tuple[str, str], set[int]]
+    """(model, task) -> the cells of which a seed is finished."""
 
-    def of(self, metric: str) -> list[float]:
-        """On the split that selects."""
-        return self.values.get((self.search.data.task.validation[0], metric), [])
+    @classmethod
+    def of(cls, sweep: Sweep, rows: Any) -> _Found:
+        rows, tried = where(rows, status="finished"), defaultdict(set)
+        for model, task, cell in zip(rows["model"], rows["task"], rows["cell"], strict=True):
+            tried[model, task].add(cell)
+        best = where(rows, best=True)
+        return cls(sweep, best, per_group(best, "model", "task", "split", "metric"), tried)
 
     @property
-    def own(self) -> list[float]:
-        return self.of(self.search.data.task.metric)
+    def tasks(self) -> list[Task]:
+        return [search.data.task for search in self.sweep.searches]
 
+    def over_seeds(self, model: str, task: Task, metric: str) -> list[float]:
+        """On the split that selects; empty if no run is finished."""
+        return self.values.get((model, task.name, task.validation[0], metric), [])
 
-class _Found:
-    """A sweep, its rows, and the best cells by model and task, None where no run is finished."""
-
-    def __init__(self, sweep: Sweep, done: Done, rows: Any) -> None:
-        self.sweep, self.done = sweep, done
-        self.best_rows = where(rows, best=True, status="finished")
-        self.tasks = [search.data.task for search in sweep.searches]
-        finished = where(rows, status="finished")
-        self.bests: dict[tuple[str, str], _Best | None] = {}
-        for search in sweep.searches:
-            for model in sweep.models:
-                wanted = {"model": model.label, "task": search.data.task.name}
-                mine, tried = where(self.best_rows, **wanted), where(finished, **wanted)["cell"].nunique()
-                best = None
-                if len(mine):
-                    cell = next(cell for cell in search.cells if cell.number == mine["cell"].iloc[0])
-                    best = _Best(model, search, cell, per_group(mine, "split", "metric"), tried)
-                self.bests[model.label, search.data.task.name] = best
+    def cell(self, model: str, search: Search) -> Cell | None:
+        numbers = where(self.best, model=model, task=search.data.task.name)["cell"].tolist()
+        return next((cell for cell in search.cells if cell.number in numbers), None)
 
 
 def _report(
     found: _Found,
+    done: Done,
     printed: Sequence[PrintedRow],
     baselines: Mapping[str, Mapping[str, Any]],
     data_options: Mapping[str, str],
 ) -> list[str]:
     """SWEEP.md."""
-    sweep, done = found.sweep, found.done
+    sweep = found.sweep
     left, failed = len(done.unfinished(sweep)), [run for run in sweep.runs if run.key in done.errors]
     counts = (
         f"{len(sweep.runs)} runs: {len(sweep.runs) - left} finished, {len(failed)} failed, {left - len(failed)} to do"
@@ -175,7 +170,12 @@ def _report(
         lines += [f"**Not the whole search: {subset}. Cells: {', '.join(parts)}.**", ""]
     lines += ["## Results", "", *_paper_table(found, printed, baselines)]
     lines += ["## Best cells", "", *_best_table(found)]
-    if commands := [_command(sweep, best, data_options) for best in found.bests.values() if best is not None]:
+    if commands := [
+        _command(sweep, model, search, cell, data_options)
+        for search in sweep.searches
+        for model in sweep.models
+        if (cell := found.cell(model.label, search))
+    ]:
         intro = "With the model, its predictions, learning curves and effective ranks, a best cell again:"
         lines += [intro, "", "```", *commands, "```", ""]
     if failed:
@@ -189,16 +189,20 @@ def _paper_table(found: _Found, printed: Sequence[PrintedRow], baselines: Mappin
     """Per model: medians, then lowest to highest, then seeds and cells; the published rows first, baselines last."""
     sweep, layout = found.sweep, columns(found.tasks)
     labels = [model.label for model in sweep.models]
-    mean = averages(found.best_rows, {name: TASKS[name].metric for name in GLUE})
-    medians = filled(found.best_rows, layout, labels, lambda values: number(statistics.median(values)), mean)
-    spreads = filled(found.best_rows, layout, labels, low_to_high)
+    mean = averages(found.best, {name: TASKS[name].metric for name in GLUE})
+    medians = filled(found.best, layout, labels, _median, mean)
+    spreads = filled(found.best, layout, labels, low_to_high)
     rows = [[name, *(cells.get(column.header, NONE) for column in layout)] for name, cells in printed]
     for label, middle, spread in zip(labels, medians, spreads, strict=True):
         efforts = []
-        for search in (next((s for s in sweep.searches if s.data.task == column.task), None) for column in layout):
-            best = found.bests[label, search.data.task.name] if search else None
-            seeds, tried = (len(best.own), best.tried) if best else (0, 0)
-            efforts.append(f"{seeds} of {sweep.seeds}; {tried} of {search.grid_size}" if search else "")
+        for column in layout:
+            search = next((search for search in sweep.searches if search.data.task == column.task), None)
+            if search:
+                seeds = len(found.over_seeds(label, search.data.task, search.data.task.metric))
+                tried = len(found.tried.get((label, search.data.task.name), ()))
+                efforts.append(f"{seeds} of {sweep.seeds}; {tried} of {search.grid_size}")
+            else:
+                efforts.append("")
         low_high = (text if column.task else "" for text, column in zip(spread, layout, strict=True))
         rows += [[f"**{label}**", *middle], ["lowest to highest", *low_high], ["seeds; cells", *efforts]]
     for name in dict.fromkeys(name for by_name in baselines.values() for name in by_name):
@@ -212,48 +216,50 @@ def _paper_table(found: _Found, printed: Sequence[PrintedRow], baselines: Mappin
     ]
     if averaged := any(column.header == AVERAGE for column in layout):
         notes.append("AVG: over GLUE's eight tasks, MNLI as the mean of its two splits.")
-    if "squad_v2" in (task.name for task in found.tasks):
-        pairs = ((label, best) for label in labels if (best := found.bests[label, "squad_v2"]) and best.of("exact"))
-        fixed = [
-            f"{label} " + "/".join(number(statistics.median(best.of(m))) for m in ("exact", "f1"))
-            for label, best in pairs
-        ]
+    if squad := next((task for task in found.tasks if task.name == "squad_v2"), None):
+        pairs = {label: [found.over_seeds(label, squad, metric) for metric in ("exact", "f1")] for label in labels}
+        fixed = [f"{label} {'/'.join(map(_median, pair))}" for label, pair in pairs.items() if all(pair)]
         also = f"; with the fixed threshold EM/F1 are: {', '.join(fixed)}" if fixed else ""
         notes.append(f"SQuAD EM and F1: each with the no-answer threshold that is best on the development set{also}.")
     for label in labels if averaged else ():
-        if missing := [name for name in GLUE if found.bests.get((label, name)) is None]:
+        if missing := [name for name in GLUE if (label, name) not in found.tried]:
             why = f"there is no result for {', '.join(missing)}"
             notes.append(f"{label}: AVG is over GLUE's eight tasks; {why}.")
     return lines + [line for note in notes for line in (note, "")]
 
 
+def _median(values: Sequence[float]) -> str:
+    return number(statistics.median(values))
+
+
 def _best_table(found: _Found) -> list[str]:
     rows = []
-    for (label, name), best in found.bests.items():
-        task = next(task for task in found.tasks if task.name == name)
-        if best is None:
-            rows.append([task.title, label, *[NONE] * 6])
-            continue
-        others = [(metric, best.of(metric)) for metric in task.metrics if metric != task.metric]
-        also = ", ".join(f"{metric} {statistics.median(values):.1f}" for metric, values in others if values)
-        own = f"{task.metric} {statistics.median(best.own):.1f} [{min(best.own):.1f}, {max(best.own):.1f}]"
-        last = number(statistics.median(best.of(LAST)))
-        cell = [str(best.cell.number), best.cell.title, own, f"{len(best.own)} of {found.sweep.seeds}"]
-        rows.append([task.title, label, *cell, last, also or NONE])
+    for search in found.sweep.searches:
+        task = search.data.task
+        for label in (model.label for model in found.sweep.models):
+            cell, values = found.cell(label, search), partial(found.over_seeds, label, task)
+            if cell is None:
+                rows.append([task.title, label, *[NONE] * 6])
+                continue
+            own, others = values(task.metric), [metric for metric in task.metrics if metric != task.metric]
+            also = ", ".join(f"{metric} {_median(values(metric))}" for metric in others if values(metric))
+            seeds, last = f"{len(own)} of {found.sweep.seeds}", _median(values(LAST))
+            score = f"{task.metric} {_median(own)} [{number(min(own))}, {number(max(own))}]"
+            rows.append([task.title, label, str(cell.number), cell.title, score, seeds, last, also or NONE])
     header = ["task", "model", "cell", "values", "median [lowest, highest]", "seeds", "last evaluation", "also"]
     return table(header, rows)
 
 
-def _command(sweep: Sweep, best: _Best, data_options: Mapping[str, str]) -> str:
+def _command(sweep: Sweep, model: Model, search: Search, cell: Cell, data_options: Mapping[str, str]) -> str:
     """How to have the model itself, which a sweep does not keep."""
-    task, model = best.search.data.task, best.model
+    task = search.data.task
     words = ["maelm-fast finetune", *([task.name] if task.name in TASKS else []), "--model", shlex.quote(model.path)]
     words += ["--step", str(model.step)] if model.step is not None else []
     words += ["--random-init"] if model.random_init else []
     words += ["--engine", sweep.engine_of(model)] if sweep.engine != "auto" else []
     default = FinetuneConfig()
-    for name, value in vars(best.cell.config).items():
-        if value != getattr(default, name) or name in best.cell.values:
+    for name, value in vars(cell.config).items():
+        if value != getattr(default, name) or name in cell.values:
             words += [f"--{name}", shlex.quote(str(list(value) if isinstance(value, tuple) else value))]
     return " ".join([*words, "--seeds", str(sweep.seeds), data_options.get(task.name, "--data DIR")])
 

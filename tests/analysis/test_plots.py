@@ -13,7 +13,6 @@ from maelm_fast.analysis.effective_rank import REMOVES_MASK, SEES_MASK, InputRan
 from maelm_fast.analysis.plots import plot_ranks, plot_runs, read_curves, smoothed
 from maelm_fast.cli import plot as plot_command
 from maelm_fast.errors import UserError
-from maelm_fast.reporting import short_number
 from maelm_fast.training.rundir import RunDir
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -44,11 +43,6 @@ def test_smoothing_does_not_lag() -> None:
     assert smoothed([0.0, 3.0, 0.0, 3.0, 6.0], 1) == pytest.approx([0.0, 1.0, 2.0, 3.0, 6.0])
     assert smoothed([4.0, 0.0, 1.0], 0) == [4.0, 0.0, 1.0]
     assert smoothed([], 3) == []
-
-
-def test_short_numbers() -> None:
-    values = (0, 500, 1500, 2.5e6, 131e9, 1e12)
-    assert [short_number(v) for v in values] == ["0", "500", "1.5K", "2.5M", "131B", "1T"]
 
 
 def test_plots_of_one_and_of_several_runs(make_run: MakeRun, write_metrics: Write, tmp_path: Path) -> None:
@@ -85,8 +79,13 @@ def test_several_reports_share_the_axes_of_figure_5(tmp_path: Path) -> None:
     reports = [report_of("mlm", True, [0.8, 0.9]), report_of("mae", False, [0.8, 0.9])]
     plot_ranks(reports, tmp_path / "both.svg")
     text = svg_text(tmp_path / "both.svg")
-    for label in ("mlm, step 5: with [MASK]", "mlm, step 5: without [MASK]", "mae, step 5: all tokens real",
-                  "0.8-effective rank", "0.9-effective rank"):  # fmt: skip
+    for label in (
+        "mlm, step 5: with [MASK]",
+        "mlm, step 5: without [MASK]",
+        "mae, step 5: all tokens real",
+        "0.8-effective rank",
+        "0.9-effective rank",
+    ):
         assert label in text
     assert "mae, step 5: with [MASK]" not in text
     with pytest.raises(UserError, match="different taus"):

@@ -126,9 +126,26 @@ def test_prompts_are_shown_as_the_model_sees_them(
 
 
 def test_a_task_of_ones_own(runs: dict[str, Path], data: Path, tmp_path: Path) -> None:
-    argv = ["--task", "classification", "--text-columns", "sentence", "--label-column", "label", "--data",
-            str(data / "sst2"), "--model", str(runs["mae"]), "--mode", "zero-shot", "--out", str(tmp_path / "out"),
-            "--template", "{mask}, {1l}", "--label-words", "no,yes"]  # fmt: skip
+    argv = [
+        "--task",
+        "classification",
+        "--text-columns",
+        "sentence",
+        "--label-column",
+        "label",
+        "--data",
+        str(data / "sst2"),
+        "--model",
+        str(runs["mae"]),
+        "--mode",
+        "zero-shot",
+        "--out",
+        str(tmp_path / "out"),
+        "--template",
+        "{mask}, {1l}",
+        "--label-words",
+        "no,yes",
+    ]
     assert prompt.main(argv) == 0
     assert "0: no, 1: yes" in (tmp_path / "out" / "PROMPTS.md").read_text()
     assert {row["label_tokens"] for row in results(tmp_path / "out")} == {"", "0=Ġno 1=Ġyes"}

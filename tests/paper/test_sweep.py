@@ -129,8 +129,12 @@ def test_medians_and_best_cells_by_hand(tmp_path: Path, monkeypatch: pytest.Monk
     best = where(rows, model="MAE-LM", task="sst2", metric="accuracy", best=True)
     assert best["value"].tolist() == [90.5, 89.0, 92.5]
     assert best[["cell", "lr", "epochs", "seed"]].values.tolist() == [[2, 1e-4, 4, seed] for seed in range(3)]
-    write_tables(sweep, tmp_path, [("the paper's", {"SST-2": "93.8", "QQP": "91.6", "AVG": "86.1"})],
-                 {"sst2": {"majority": {"accuracy": 50.917}}})  # fmt: skip
+    write_tables(
+        sweep,
+        tmp_path,
+        [("the paper's", {"SST-2": "93.8", "QQP": "91.6", "AVG": "86.1"})],
+        {"sst2": {"majority": {"accuracy": 50.917}}},
+    )
     text = (tmp_path / "SWEEP.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert rows[0] == "| model | SST-2 | CoLA | AVG |"
@@ -376,7 +380,7 @@ def test_gpus_are_taken_as_the_user_shows_them(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_run_is_what_train_gives_also_when_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from maelm_fast.finetuning.encoders import load_encoder
-    from maelm_fast.finetuning.problem import make_problem
+    from maelm_fast.finetuning.job import make_problem
     from maelm_fast.finetuning.run import train
 
     model = make_model("toy", str(toys.make_run(tmp_path / "run")))
