@@ -34,29 +34,31 @@ _RANK = "0.9-effective rank, last layer, all tokens real"
 
 def draw(results: Results, out: Path) -> None:
     """The figure of the results' experiment, to a PNG file. At least one run must be finished."""
-    figure = _DRAW[results.plan.experiment.name](results)
+    figure = _DRAW.get(results.plan.experiment.name, _by_row)(results)
     if results.plan.scale.meaningless:
         figure.suptitle(f"Scale {results.plan.scale.name}: these numbers mean nothing", color="#b00000", size=11)
     save(figure, out)
 
 
 def _fig1(results: Results) -> Any:
-    row = results.plan.rows[0]
     figure = figure_of(11.0, 4.8)
     left, right = figure.subplots(1, 2)
-    _by_layer(left, {f"input {w}. [MASK]": results.layers(row, of) for w, of in (("w", "with_mask"), ("w/o", REAL))})
+    _with_and_without(left, results)
     left.set_title("(a) all positions", size=11)
-    _by_layer(right, {"[MASK] positions": results.layers(row, "mask_positions")}, first=2)
+    _by_layer(right, {"[MASK] positions": results.layers(results.plan.rows[0], "mask_positions")}, first=2)
     right.set_title("(b) [MASK] positions alone", size=11)
     return figure
 
 
 def _fig6(results: Results) -> Any:
-    row = results.plan.rows[0]
     figure = figure_of(6.5, 4.8)
-    lines = {"input w. [MASK]": results.layers(row, "with_mask"), "input w/o. [MASK]": results.layers(row, REAL)}
-    _by_layer(figure.subplots(), lines)
+    _with_and_without(figure.subplots(), results)
     return figure
+
+
+def _with_and_without(axis: Any, results: Results) -> None:
+    inputs = {"input w. [MASK]": "with_mask", "input w/o. [MASK]": REAL}
+    _by_layer(axis, {label: results.layers(results.plan.rows[0], name) for label, name in inputs.items()})
 
 
 def _fig5(results: Results) -> Any:
@@ -256,14 +258,4 @@ def _marked(axis: Any, y: int, found: Spread, i: int, **style: Any) -> None:
         axis.plot(middle, y, linestyle="none", **look(i), **style)
 
 
-_DRAW = {
-    "fig1": _fig1,
-    "fig3": _fig3,
-    "fig4": _fig4,
-    "fig5": _fig5,
-    "fig6": _fig6,
-    "table1": _by_row,
-    "table2": _by_row,
-    "table6": _by_row,
-    "table7": _by_row,
-}
+_DRAW = {"fig1": _fig1, "fig3": _fig3, "fig4": _fig4, "fig5": _fig5, "fig6": _fig6}  # the others are tables

@@ -22,7 +22,7 @@ from maelm_fast.paper.plan import PRETRAINING, Cell, Plan, rank_stage
 from maelm_fast.paper.prompting.run import METRICS
 from maelm_fast.paper.scores import AVERAGE, averages, best_cells, own_scores
 from maelm_fast.reporting import frame, where
-from maelm_fast.training.ledger import Ledger
+from maelm_fast.work import Ledger
 
 REAL = "without_mask"
 """The input whose tokens are all real, as downstream."""

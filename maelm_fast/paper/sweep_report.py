@@ -41,7 +41,7 @@ from maelm_fast.reporting import (
     write_results,
 )
 from maelm_fast.training.files import write_text
-from maelm_fast.training.ledger import lock
+from maelm_fast.work import lock
 
 REPORT, PICTURE = "SWEEP.md", "sweep.png"
 LAST = "last"

@@ -18,7 +18,6 @@ from maelm_fast.data.tokenizer import train_tokenizer
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning import tasks
 from maelm_fast.finetuning.examples import Examples, TaskData
-from maelm_fast.finetuning.run import Stopped
 from maelm_fast.finetuning.text import TextTokenizer
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.paper.prompting.cloze import ClozeProblem
@@ -27,6 +26,7 @@ from maelm_fast.paper.prompting.masked_lm import load_masked_lm
 from maelm_fast.paper.prompting.run import METRICS, make_question
 from maelm_fast.paper.prompting.templates import template_for
 from maelm_fast.paper.prompting.tokens import Prompts, label_ids
+from maelm_fast.stop import Stopped
 from maelm_fast.training.rundir import LoadedRun, RunRecord, vocabulary_of
 from tests.finetuning.small import run_directory
 

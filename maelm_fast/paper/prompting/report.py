@@ -23,7 +23,7 @@ from maelm_fast.paper.scores import AVERAGE, averages
 from maelm_fast.paper.sweep_report import PrintedRow
 from maelm_fast.reporting import NONE, frame, number, over_draws, per_group, table, where, write_results
 from maelm_fast.training.files import write_text
-from maelm_fast.training.ledger import Ledger, lock
+from maelm_fast.work import Ledger, lock
 
 REPORT = "PROMPTS.md"
 HEADINGS: dict[Mode, str] = {
