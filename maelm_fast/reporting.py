@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,13 @@ def frame(rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> Any:
     rows = list(rows)
     names = dict.fromkeys([*columns, *(name for row in rows for name in row)])
     return pandas.DataFrame(rows, columns=list(names)).convert_dtypes().astype({"value": float})
+
+
+def measured(about: dict[str, Any], found: Mapping[str, Mapping[str, float]]) -> Iterator[dict[str, Any]]:
+    """Rows of the metrics of some splits. about: their other columns."""
+    for split, metrics in found.items():
+        for metric, value in metrics.items():
+            yield {**about, "split": split, "metric": metric, "value": value}
 
 
 def where(rows: Any, **wanted: Any) -> Any:

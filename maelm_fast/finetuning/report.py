@@ -42,6 +42,7 @@ from maelm_fast.reporting import (
     layer_axis,
     look,
     low_to_high,
+    measured,
     number,
     per_group,
     require_matplotlib,
@@ -133,12 +134,10 @@ def results_rows(results: Sequence[Result], baselines: dict[str, dict[str, float
         about = {"model": result.encoder, "task": result.task, "seed": result.seed}
         for at in result.curve:
             when = {key: at[key] for key in ("step", "epoch", "seconds")}
-            for split, metrics in at["metrics"].items():
-                base = {**about, **when, "best": at["step"] == result.best_step, "split": split}
-                rows += [{**base, "metric": metric, "value": metrics[metric]} for metric in metrics]
+            rows += measured({**about, **when, "best": at["step"] == result.best_step}, at["metrics"])
     for name, metrics in baselines.items():
-        base = {"model": name, "task": results[0].task, "split": next(iter(results[0].metrics))}
-        rows += [{**base, "metric": metric, "value": metrics[metric]} for metric in metrics]
+        first = next(iter(results[0].metrics))
+        rows += measured({"model": name, "task": results[0].task}, {first: metrics})
     return frame(rows, ("model", "task", "seed", "step", "epoch", "best", "split", "metric", "value"))
 
 

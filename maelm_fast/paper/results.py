@@ -21,7 +21,7 @@ from maelm_fast.paper.downstream import Prompting
 from maelm_fast.paper.plan import PRETRAINING, Cell, Plan, rank_stage
 from maelm_fast.paper.prompting.run import METRICS
 from maelm_fast.paper.scores import AVERAGE, averages, best_cells, own_scores
-from maelm_fast.reporting import frame, where
+from maelm_fast.reporting import frame, measured, where
 from maelm_fast.work import Ledger
 
 REAL = "without_mask"
@@ -29,22 +29,7 @@ REAL = "without_mask"
 BASELINES = "baselines"
 """The ledger's stage of what no model was needed for; its key is the task."""
 RANDOM = "random initialisation"
-_COLUMNS = (
-    "model",
-    "seed",
-    "kind",
-    "step",
-    "task",
-    "split",
-    "metric",
-    "cell",
-    "draw",
-    "input",
-    "layer",
-    "tokens",
-    "seconds",
-    "value",
-)
+_COLUMNS = "model seed kind step task split metric cell draw input layer tokens seconds value".split()
 
 
 @dataclass(frozen=True)
@@ -148,7 +133,7 @@ class Results:
                 about |= {"kind": "finetuning", "cell": unit.setting, "draw": unit.config.seed}
             if unit.step == 0:
                 about["model"] = untrained(cell)
-            yield from _by_split(about, found.get("test", found.get("metrics", {})))
+            yield from measured(about, found.get("test", found.get("metrics", {})))
             for when, of in found.get("ranks", {}).items():
                 yield from _by_layer({**about, "input": f"{when} fine-tuning"}, of["ranks"])
 
@@ -158,7 +143,7 @@ class Results:
             row = self._found.get((task.name, BASELINES, self.plan.found.fingerprints[task.name]), {})
             for split, found in row.get("result", {}).items():
                 for name, metrics in found.items():
-                    yield from _by_split({"model": name, "kind": "baseline", "task": task.name}, {split: metrics})
+                    yield from measured({"model": name, "kind": "baseline", "task": task.name}, {split: metrics})
 
     # Questions
 
@@ -242,12 +227,6 @@ class Results:
 def _by_layer(about: dict[str, Any], ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
     for layer, rank in enumerate(ranks):
         yield {**about, "metric": "rank", "layer": layer, "value": rank}
-
-
-def _by_split(about: dict[str, Any], found: dict[str, dict[str, float]]) -> Iterator[dict[str, Any]]:
-    for split, metrics in found.items():
-        for metric, value in metrics.items():
-            yield {**about, "split": split, "metric": metric, "value": value}
 
 
 def _lists(rows: Any) -> list[list[int]]:

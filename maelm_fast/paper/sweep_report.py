@@ -32,6 +32,7 @@ from maelm_fast.reporting import (
     grid,
     look,
     low_to_high,
+    measured,
     number,
     per_group,
     require_matplotlib,
@@ -102,9 +103,8 @@ def results(sweep: Sweep, done: Done) -> Any:
             rows.append(about)
             continue
         about |= {name: result.get(name) for name in _MEASURED}
-        rows.append({**about, "split": task.validation[0], "metric": LAST, "value": result["last"]})
-        for split, metrics in result["metrics"].items():
-            rows += [{**about, "split": split, "metric": metric, "value": metrics[metric]} for metric in metrics]
+        rows += measured(about, {task.validation[0]: {LAST: result["last"]}})
+        rows += measured(about, result["metrics"])
     found = frame(rows, ("model", "task", "cell", "seed", "status", "split", "metric", "value"))
     best = best_cells(found, [search.data.task for search in sweep.searches])
     chosen = set(zip(best["model"], best["task"], best["cell"], strict=True))

@@ -21,7 +21,7 @@ from maelm_fast.paper.prompting.run import STAGE, Mode, Plan, Question, Unit
 from maelm_fast.paper.prompting.templates import TEMPLATES
 from maelm_fast.paper.scores import AVERAGE, averages
 from maelm_fast.paper.sweep_report import PrintedRow
-from maelm_fast.reporting import NONE, frame, number, over_draws, per_group, table, where, write_results
+from maelm_fast.reporting import NONE, frame, measured, number, over_draws, per_group, table, where, write_results
 from maelm_fast.training.files import write_text
 from maelm_fast.work import Ledger, lock
 
@@ -63,16 +63,14 @@ def _rows(plan: Plan, found: Found, about: dict[str, dict[str, Any]]) -> Any:
     "majority class" and whose mode is empty. label_tokens: what the model was asked to choose from at [MASK]."""
     rows: list[dict[str, Any]] = []
     for question in plan.questions:
-        base = {"model": "majority class", "task": question.name, "metric": question.data.task.metric}
-        rows += [{**base, "split": split, "value": value} for split, value in _majority(question).items()]
+        rows += measured({"model": "majority class", "task": question.name}, _majority(question))
     for unit, result in found:
         tokens = about[unit.model.label].get("label_tokens", {}).get(unit.question.name)
         base = {"model": unit.model.label, "task": unit.question.name, "mode": unit.mode, "draw": unit.seed}
         base |= {"label_tokens": " ".join(f"{name}={token}" for name, token in tokens.items()) if tokens else None}
         base |= {name: value for name, value in result.items() if isinstance(value, str | int | float)}
         base |= {"predictions": f"predictions/{unit.predictions}"}
-        for split, metrics in result["test"].items():
-            rows += [{**base, "split": split, "metric": metric, "value": metrics[metric]} for metric in metrics]
+        rows += measured(base, result["test"])
     return frame(rows, ("model", "task", "mode", "draw", "split", "metric", "value"))
 
 
@@ -124,8 +122,8 @@ def _cells(rows: Any, questions: Sequence[Question], wanted: int) -> list[str]:
     return cells
 
 
-def _majority(question: Question) -> dict[str, float]:
-    """By test split: the training file's most frequent class, or its mean score, for every example."""
+def _majority(question: Question) -> dict[str, dict[str, float]]:
+    """Table 7's metric by test split: the training file's most frequent class, or its mean score, for all."""
     task, train = question.data.task, question.data.train
     assert isinstance(train, Examples)
     found = {}
@@ -135,7 +133,7 @@ def _majority(question: Question) -> dict[str, float]:
             guesses = np.full(len(examples), train.labels.mean(), dtype=np.float32)
         else:
             guesses = np.full(len(examples), np.bincount(train.labels).argmax())
-        found[split] = evaluate(task, guesses, examples.labels)[task.metric]
+        found[split] = {task.metric: evaluate(task, guesses, examples.labels)[task.metric]}
     return found
 
 
