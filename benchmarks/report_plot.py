@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.classes import CLASSES
 from benchmarks.rows import Case
-from maelm_fast.analysis.plots import COLOURS, require_matplotlib
+from maelm_fast.reporting import COLOURS, require_matplotlib
 from maelm_fast.config import require
 from maelm_fast.errors import UserError
 

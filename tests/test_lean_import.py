@@ -17,6 +17,7 @@ HEAVY = (
     "flash_attn",
     "xformers",  # the extras
     "datasets",
+    "pandas",
     "triton",
     "jsonargparse",
     "tokenizers",
@@ -36,7 +37,7 @@ def test_importing_the_package_loads_nothing_optional() -> None:
     out = run(f"""
         import sys, torch
         before = set(sys.modules)
-        import maelm_fast, maelm_fast.presets, maelm_fast.batch
+        import maelm_fast, maelm_fast.presets, maelm_fast.batch, maelm_fast.reporting
         from maelm_fast.model.maelm import MaeLm
         new = set(sys.modules) - before
         print([name for name in {HEAVY!r} if name in new])
