@@ -75,7 +75,7 @@ CASES = {
     "config type": (PRETRAIN + " --config={p}/type.yaml", "type.yaml: --optim.lr takes a number, not fast"),
     "config syntax": (PRETRAIN + " --config {p}/syntax.yaml", "syntax.yaml: Problems parsing config"),
     "config key twice": (PRETRAIN + " --config {p}/twice.yaml", "twice.yaml: line 2: 'lr' stands twice"),
-    "short option beside a config": (PRETRAIN + " --config {p}/good.yaml --lr fast", "error: --optim.lr takes a number"),
+    "short option": (PRETRAIN + " --config {p}/good.yaml --lr fast", "error: --optim.lr takes a number"),
     "config missing": (PRETRAIN + " --config {p}/none.yaml", "--config: File does not exist"),
     "store missing": ("pretrain tiny --data {p}/none --out {p}/out", "none is not a token store"),
     "store without manifest": ("pretrain tiny --data {p}/nomanifest --out {p}/out", "no manifest.json"),
