@@ -66,7 +66,12 @@ def _rows(plan: Plan, found: Found, about: dict[str, dict[str, Any]]) -> Any:
         rows += measured({"model": "majority class", "task": question.name}, _majority(question))
     for unit, result in found:
         tokens = about[unit.model.label].get("label_tokens", {}).get(unit.question.name)
-        base = {"model": unit.model.label, "task": unit.question.name, "mode": unit.mode, "draw": unit.seed}
+        base: dict[str, Any] = {
+            "model": unit.model.label,
+            "task": unit.question.name,
+            "mode": unit.mode,
+            "draw": unit.seed,
+        }
         base |= {"label_tokens": " ".join(f"{name}={token}" for name, token in tokens.items()) if tokens else None}
         base |= {name: value for name, value in result.items() if isinstance(value, str | int | float)}
         base |= {"predictions": f"predictions/{unit.predictions}"}
