@@ -61,6 +61,7 @@ from maelm_fast import ops
 from maelm_fast.batch import layout_of
 from maelm_fast.errors import UserError
 from maelm_fast.ops import AttentionLayout, PositionBias
+from maelm_fast.ops.attention_backends import flex, triton
 
 HEADS, HEAD_DIM = 12, 64
 DROPOUT = 0.1
@@ -235,8 +236,8 @@ def contestant(name: str, backend: str, work: Work) -> Contestant:
     wanted = [work.q, work.k, work.v] + ([] if line is None else [line])
     same = not plain or (work.line is None and work.dropout == 0.0)
     shared = {
-        "triton": None if line is None else lambda: PositionBias(line, work.positions).lookup(),
-        "flex": lambda: AttentionLayout(work.layout.queries).block_mask,
+        "triton": None if line is None else lambda: triton.lookup_of(PositionBias(line, work.positions)),
+        "flex": lambda: flex.block_mask(work.layout.queries, work.layout.keys),
     }
     return Contestant(name, backend, forward, wanted, work.upstream, lambda x: x, same, shared.get(backend))
 

@@ -96,20 +96,16 @@ def test_the_commands_of_the_report_are_commands(place: Path, tmp_path: Path) ->
     text = (tmp_path / "out" / "SWEEP.md").read_text()
     assert "Cells: toy 1 of 2." in text
     words = next(line for line in text.splitlines() if line.startswith("maelm-fast finetune")).split()
-    from maelm_fast.cli.finetune import parse
+    from maelm_fast.cli.finetune import parsed
 
-    options = parse(words[2:])
+    options, own, config = parsed(words[2:])
     with open(tmp_path / "out" / "results.csv", newline="") as file:
         entry = next(csv.DictReader(file))
-    for name in deciding(options["config"]):
+    for name, value in deciding(config).items():
         if name != "seed":
-            value = getattr(options["config"], name)
-            found = json.loads(entry[name]) if name == "betas" else type(value)(entry[name])
-            assert found == (list(value) if name == "betas" else value), name
-    assert options["data"] == str(place / "data")
-    assert options["model"] == str(place / "mae")
-    assert options["step"] == 5
-    assert (options["task"], options["text_columns"], options["label_column"]) == ("classification", "a", "y")
+            assert (json.loads(entry[name]) if name == "betas" else type(value)(entry[name])) == value, name
+    assert (options.data, options.model, options.step) == (str(place / "data"), str(place / "mae"), 5)
+    assert (own.task, own.text_columns, own.label_column) == ("classification", "a", "y")
 
 
 def test_the_papers_rows_stand_beside(place: Path, tmp_path: Path) -> None:
@@ -172,9 +168,9 @@ def test_a_failed_run_is_exit_code_1(
         ("sst2 --data {p}/data --grid quick --out {o} --model {p}/data", "neither a run directory"),
         ("sst2 --data {p}/data --grid quick --out {o} --random-init {p}/mae@5", "random weights have no step"),
         ("sst2 --data {p}/data --grid quick --out {o} --model {p}/mae", "has no field 'sentence'"),
-        ("sst2 --task regression --data {p} --grid quick --out {o} --model {p}/mae", "exclude each other"),
+        ("sst2 --task regression --data {p} --grid quick --out {o} --model {p}/mae", "'sst2' and --task regression"),
         ("sst2 --data {p} {p}/data --grid quick --out {o} --model {p}/mae", "has a folder sst2"),
-        ("--task regression --data {p} --grid quick --out {o} --model {p}/mae", "--label-column"),
+        ("--task regression --data {p} --grid quick --out {o} --model {p}/mae", "needs --text-columns"),
         ("sst2 cola --train x.tsv --data {p} --grid quick --out {o} --model {p}/mae", "name one task"),
         ("{own} --data {p}/data --grid quick --out {o} --model {p}/mae --seeds 0", "--seeds must be"),
         ("{own} --data {p}/data --grid quick --out {o} --model {p}/mae --budget 0", "--budget must be"),

@@ -88,8 +88,8 @@ def _compare(parts: tuple[str, ...]) -> Operation:
         "eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
         "ne": np.not_equal if kind[0] != "f" else lambda a, b: (a < b) | (a > b), "neu": np.not_equal,
         "equ": lambda a, b: ~((a < b) | (a > b)), "ltu": lambda a, b: ~(a >= b), "leu": lambda a, b: ~(a > b),
-        "gtu": lambda a, b: ~(a <= b), "geu": lambda a, b: ~(a < b), "num": lambda a, b: (a == a) & (b == b),
-        "nan": lambda a, b: (a != a) | (b != b),
+        "gtu": lambda a, b: ~(a <= b), "geu": lambda a, b: ~(a < b), "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+        "nan": lambda a, b: np.isnan(a) | np.isnan(b),
     }[how]  # fmt: skip
     if len(parts) == 3 or parts[2] == "ftz":
         return Operation((kind, kind), "pred", function)

@@ -117,9 +117,7 @@ class Tensors:
         for tensor in tensors:
             if tensor.numel():
                 each = tensor.element_size() // granule
-                self.memory.open(
-                    self.address(tensor), (*tensor.shape, each), (*(s * each for s in tensor.stride()), 1)
-                )
+                self.memory.open(self.address(tensor), (*tensor.shape, each), (*(s * each for s in tensor.stride()), 1))
                 self._here(tensor)[...] = _bytes(tensor)
 
     def address(self, tensor: Tensor) -> int:

@@ -144,7 +144,9 @@ class Blocks:
         parked: dict[int, Array] = {}  # at barriers
         while ready or parked:
             if not ready:
-                raise Fault("a barrier that not all threads of the block reach", np.logical_or.reduce([*parked.values()]))
+                raise Fault(
+                    "a barrier that not all threads of the block reach", np.logical_or.reduce([*parked.values()])
+                )
             at = min(ready)
             mask = ready.pop(at)
             until = min(ready, default=end)

@@ -77,7 +77,9 @@ def test_integers(line: str, expected: Callable[[int], int]) -> None:
 
 
 NUMBERS = torch.tensor([0.0, -0.0, 1.0, 1 + 2**-8, 1 + 3 * 2**-8, -2.5, 3.5, 1e30, 3.4e38, float("inf"), -0.3, 6e4])
-NUMBERS = torch.cat([NUMBERS, torch.tensor([float("nan")]), torch.randn(19, generator=torch.Generator().manual_seed(0))])
+NUMBERS = torch.cat(
+    [NUMBERS, torch.tensor([float("nan")]), torch.randn(19, generator=torch.Generator().manual_seed(0))]
+)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +146,12 @@ def test_product_of_matrices_that_come_through_shared_memory(kind: torch.dtype) 
 
 def test_threads_that_part_meet_again() -> None:
     """A loop of as many rounds as the thread's number, around a barrier's other side."""
-    body = """
+    body = (
+        """
     mov.b32 %r3, 0; $L1: setp.ge.u32 %p1, %r3, %r1; @%p1 bra $L2; add.s32 %r3, %r3, 1; bra.uni $L1;
-    $L2: bar.sync 0; shfl.sync.idx.b32 %r3, %r3, 7, 31, -1;""" + STORE
+    $L2: bar.sync 0; shfl.sync.idx.b32 %r3, %r3, 7, 31, -1;"""
+        + STORE
+    )
     assert run(body, np.zeros(128, np.uint32), threads=64, blocks=1, results=64).tolist() == [7] * 32 + [39] * 32
 
 
@@ -155,11 +160,14 @@ MIRROR = LOAD + """
     mov.b32 %r4, smem; shl.b32 %r5, %r1, 2; add.s32 %r6, %r4, %r5; sub.s32 %r7, 252, %r5; add.s32 %r7, %r4, %r7;
     st.shared.b32 [%r6], %r2; bar.sync 0; ld.shared.b32 %r3, [%r7]; bar.sync 0; st.shared.b32 [%r6], %r3;
     """ + STORE  # fmt: skip
-COPY = """
+COPY = (
+    """
     mov.b32 %r4, smem; shl.b32 %r5, %r1, 2; add.s32 %r6, %r4, %r5; sub.s32 %r7, 252, %r5; add.s32 %r7, %r4, %r7;
     setp.ge.u32 %p1, %r1, 60; selp.b32 %r8, 0, 4, %p1;
     cp.async.ca.shared.global [%r6], [%rd4], 0x4, %r8; cp.async.commit_group; cp.async.wait_group 0; bar.sync 0;
-    ld.shared.b32 %r3, [%r7];""" + STORE
+    ld.shared.b32 %r3, [%r7];"""
+    + STORE
+)
 ATOMIC = LOAD + "mov.b32 %r3, %r2; red.global.gpu.relaxed.add.u32 [%rd2], %r3; ret; }"
 GIVEN = np.arange(1, 65, dtype=np.uint32)
 

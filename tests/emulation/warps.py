@@ -12,7 +12,7 @@ import numpy as np
 from tests.emulation import traffic
 from tests.emulation.instructions import from_bf16
 from tests.emulation.memory import Array, Fault
-from tests.emulation.ptx import Instruction, several
+from tests.emulation.ptx import Instruction, Operand, several
 
 if TYPE_CHECKING:
     from tests.emulation.machine import Blocks, Mask, Step
