@@ -101,11 +101,9 @@ def test_the_commands_of_the_report_are_commands(place: Path, tmp_path: Path) ->
     options, own, config = parsed(words[2:])
     with open(tmp_path / "out" / "results.csv", newline="") as file:
         entry = next(csv.DictReader(file))
-    for name in deciding(config):
+    for name, value in deciding(config).items():
         if name != "seed":
-            value = getattr(config, name)
-            found = json.loads(entry[name]) if name == "betas" else type(value)(entry[name])
-            assert found == (list(value) if name == "betas" else value), name
+            assert (json.loads(entry[name]) if name == "betas" else type(value)(entry[name])) == value, name
     assert (options.data, options.model, options.step) == (str(place / "data"), str(place / "mae"), 5)
     assert (own.task, own.text_columns, own.label_column) == ("classification", "a", "y")
 
