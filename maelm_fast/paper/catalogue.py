@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from maelm_fast.errors import UserError
+from maelm_fast.errors import unknown
 from maelm_fast.paper import printed
 from maelm_fast.paper.printed import PaperTable
 
@@ -195,5 +195,5 @@ EXPERIMENTS = {
 def get(name: str) -> Experiment:
     """The experiment of that name, or UserError listing the names there are."""
     if name not in EXPERIMENTS:
-        raise UserError(f"unknown experiment '{name}'; there are: {', '.join(EXPERIMENTS)}")
+        raise unknown("experiment", name, EXPERIMENTS)
     return EXPERIMENTS[name]

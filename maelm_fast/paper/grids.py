@@ -7,7 +7,6 @@ not name keeps FinetuneConfig's default, which for the paper's single-valued row
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ import yaml
 
 from maelm_fast.config import require
 from maelm_fast.data.order import permutation
-from maelm_fast.errors import UserError
+from maelm_fast.errors import UserError, unknown
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.tasks import TASKS, Group, Task
 
@@ -148,10 +147,8 @@ def get(name_or_file: str) -> Grid:
     if name_or_file in GRIDS:
         return GRIDS[name_or_file]
     path = Path(name_or_file)
-    require(
-        path.suffix in (".yaml", ".yml") or path.exists(),
-        f"unknown grid '{name_or_file}': use one of {', '.join(GRIDS)}, or a YAML file",
-    )
+    if path.suffix not in (".yaml", ".yml") and not path.exists():
+        raise UserError(f"{unknown('grid', name_or_file, GRIDS)}; or a YAML file")
     return read(path)
 
 
@@ -197,13 +194,8 @@ def _values(data: dict[Any, Any], where: str) -> dict[str, tuple[Any, ...]]:
     for name, value in data.items():
         require(name not in NOT_SEARCHED, f"{where}: {name} is not searched over; {NOT_SEARCHED.get(name)}")
         if name not in hints:
-            near = difflib.get_close_matches(str(name), hints, n=1)
-            hint = (
-                f"did you mean '{near[0]}'?"
-                if near
-                else f"known: {', '.join(n for n in hints if n not in NOT_SEARCHED)}"
-            )
-            raise UserError(f"{where}: unknown field '{name}'; {hint}")
+            known = [field for field in hints if field not in NOT_SEARCHED]
+            raise UserError(f"{where}: {unknown('field', str(name), known)}")
         values = value if isinstance(value, list) else [value]
         require(bool(values), f"{where}: {name} has no value: give at least one, or remove it")
         typed = tuple(_typed(name, one, hints[name], where) for one in values)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from maelm_fast import presets
 from maelm_fast.config import RunConfig
-from maelm_fast.errors import UserError
+from maelm_fast.errors import unknown
 from maelm_fast.finetuning.tasks import Task
 from maelm_fast.paper import grids
 from maelm_fast.paper.grids import Grid, Values
@@ -196,5 +196,5 @@ SCALES: dict[str, Callable[[], Scale]] = {"smoke": smoke, "cpu": cpu, "gpu": gpu
 def get(name: str) -> Scale:
     """The scale of that name, or UserError listing the names there are."""
     if name not in SCALES:
-        raise UserError(f"unknown scale '{name}'; there are: {', '.join(SCALES)}")
+        raise unknown("scale", name, SCALES)
     return SCALES[name]()

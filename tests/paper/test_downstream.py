@@ -1,4 +1,4 @@
-"""The downstream half of `maelm-fast reproduce`: fine-tuned and prompted on little files, from plan to report."""
+"""The downstream half of `maelm-fast paper`: fine-tuned and prompted on little files, from plan to report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from maelm_fast.paper.plan import Cell, Plan, make_plan
 from maelm_fast.paper.report import report
 from maelm_fast.paper.results import BASELINES, Results, passes
 from maelm_fast.paper.scores import checkpoints
-from maelm_fast.training.ledger import Ledger
+from maelm_fast.work import Ledger
 from tests.conftest import WORDS
 
 pytest.importorskip("matplotlib")
@@ -110,7 +110,7 @@ def out(pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def command(experiment: str, store: Path, out: Path, *options: object) -> list[str]:
-    return ["reproduce", experiment, "--scale", "smoke", "--data", str(store), "--out", str(out),
+    return ["paper", experiment, "--scale", "smoke", "--data", str(store), "--out", str(out),
             "--updates", str(UPDATES), *map(str, options)]  # fmt: skip
 
 
@@ -309,7 +309,7 @@ def test_killed_in_the_middle_of_fine_tuning(
 
     with monkeypatch.context() as patch:
         patch.setattr(SentenceProblem, "loss", and_kill)
-        assert main(command("fig5", store, out, "--tasks", tasks)) == 0
+        assert main(command("fig5", store, out, "--tasks", tasks)) == 143
     assert len(calls) == 3
     assert len(rows_of(out, "finetune")) == 1
     assert any((out / "states").iterdir())
@@ -456,11 +456,11 @@ def test_bad_input_is_one_line(
 
 def test_a_plan_counts_fine_tuning(tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "out")
-    assert main(["reproduce", "table1", "--scale", "smoke", "--plan", "--out", out, "--tasks", str(tasks)]) == 0
+    assert main(["paper", "table1", "--scale", "smoke", "--plan", "--out", out, "--tasks", str(tasks)]) == 0
     shown = capsys.readouterr().out
     assert "18 fine-tuning runs; 18 unfinished" in shown  # 3 tasks, 2 models and the control, 2 seeds
     assert "missing: RTE is left out" in shown
-    assert main(["reproduce", "table1", "--scale", "full", "--out", out]) == 0
+    assert main(["paper", "table1", "--scale", "full", "--out", out]) == 0
     shown = capsys.readouterr().out
     assert f"{FULL_UNITS['table1']:,} fine-tuning runs" in shown
     assert "392,702" in shown

@@ -1,4 +1,4 @@
-"""`maelm-fast reproduce` end to end, a few updates a run: what it writes, and that nothing is lost or done twice."""
+"""`maelm-fast paper` end to end, a few updates a run: what it writes, and that nothing is lost or done twice."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from maelm_fast import presets
+from maelm_fast import presets, work
 from maelm_fast.cli.main import main
-from maelm_fast.cli.reproduce import duration
+from maelm_fast.cli.paper.experiment import duration
 from maelm_fast.data.token_store import Manifest
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.markdown import over_draws, over_seeds
@@ -26,9 +26,10 @@ from maelm_fast.paper.plan import PRETRAINING, Plan, make_plan
 from maelm_fast.paper.report import report
 from maelm_fast.paper.results import Results
 from maelm_fast.paper.scores import rank_cells
-from maelm_fast.training.ledger import Ledger
 from maelm_fast.training.rundir import RunDir
 from maelm_fast.training.trainer import Trainer
+from maelm_fast.work import Ledger
+from tests.waiting import HANG
 
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +55,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(experiment: str, store: Path, out: Path, *options: str) -> list[str]:
-    return ["reproduce", experiment, "--scale", "smoke", "--data", str(store), "--out", str(out),
+    return ["paper", experiment, "--scale", "smoke", "--data", str(store), "--out", str(out),
             "--updates", str(UPDATES), *options]  # fmt: skip
 
 
@@ -120,7 +121,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_evaluate", and_kill)
-        assert main(command("fig1", store, tmp_path / "cut")) == 0
+        assert main(command("fig1", store, tmp_path / "cut")) == 143
     assert Ledger(tmp_path / "cut").rows() == []
     assert "stopped with 1 of 1 runs unfinished" in capsys.readouterr().out
     monkeypatch.setattr("maelm_fast.paper.cost.measured_rate", lambda config: 1.0)
@@ -158,14 +159,15 @@ def test_a_run_that_fails_is_recorded_and_costs_only_itself(
 
 
 OTHER_PROCESS = """
-import sys, time
+import os, sys, time
 from pathlib import Path
-from maelm_fast.training.ledger import Ledger, lock
+from maelm_fast.work import Ledger, lock
+parent = os.getppid()
 out, held, rows, key, *stages = Path(sys.argv[1]), *sys.argv[2:]
 with lock(out / "locks" / f"{held}.lock") as ours:
     print("held" if ours else "not held", flush=True)
-    deadline = time.monotonic() + 60
-    while len(Ledger(out).rows()) < int(rows) and time.monotonic() < deadline:
+    while len(Ledger(out).rows()) < int(rows):
+        assert os.getppid() == parent
         time.sleep(0.05)
     for stage, config in (pair.split("=") for pair in stages):
         Ledger(out).append({"key": key, "stage": stage, "config": config, "result": {}})
@@ -188,9 +190,9 @@ def test_what_another_process_works_on_is_left_to_it(
     )  # fmt: skip
     assert other.stdout is not None
     assert other.stdout.readline() == "held\n"
-    monkeypatch.setattr(run, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(work, "_POLL_SECONDS", 0.05)
     run.run_plan(plan, tmp_path)
-    assert other.wait(60) == 0
+    assert other.wait(HANG) == 0
     rows = [(row["key"], row["stage"], row["config"]) for row in Ledger(tmp_path).rows()]
     assert rows[-len(parts) :] == [(first.key, *part) for part in parts]
     assert sorted(rows) == sorted((cell.key, *part) for cell in plan.runs for part in cell.stages.items())
@@ -216,16 +218,16 @@ def test_what_fails_is_not_tried_again_until_the_next_command(
 
 def test_a_plan_is_shown_and_nothing_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert main(["reproduce", "table2", "--scale", "smoke", "--plan", "--out", str(out)]) == 0
+    assert main(["paper", "table2", "--scale", "smoke", "--plan", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "14 runs" in shown
     assert "measured just now" in shown
     assert "The GLUE column of our own is missing" in shown
-    assert main(["reproduce", "table1", "--scale", "full", "--out", str(out)]) == 0
+    assert main(["paper", "table1", "--scale", "full", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "only planned: scale full starts when --run is given" in shown
     assert "131.1B" in shown
-    assert main(["reproduce", "fig4", "--scale", "smoke", "--rows", "0.5", "0", "--plan", "--out", str(out)]) == 0
+    assert main(["paper", "fig4", "--scale", "smoke", "--rows", "0.5", "0", "--plan", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "2 runs" in shown
     assert "not asked for: 0.25; 0.75; 1" in shown
@@ -235,7 +237,7 @@ def test_a_plan_is_shown_and_nothing_written(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("fig2 --scale smoke", "unknown experiment 'fig2'"),
+        ("fig2 --scale smoke", "unknown command 'fig2', did you mean 'fig1'?"),
         ("fig1 --scale tiny", "unknown scale 'tiny'"),
         ("fig1", "--scale"),
         ("fig1 --scale smoke --seeds 0", "--seeds must be at least 1"),
@@ -252,7 +254,7 @@ def test_bad_input_is_one_line(
 ) -> None:
     (tmp_path / "empty").mkdir()
     places = {"out": tmp_path / "out", "store": store, "empty": tmp_path / "empty"}
-    assert main(["reproduce", *arguments.format(**places).split()]) == 2
+    assert main(["paper", *arguments.format(**places).split()]) == 2
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 1
     assert message in err[0]
@@ -278,7 +280,7 @@ def test_a_directory_of_text_becomes_a_store_once(
     for i, (stage, config) in enumerate(cell.stages.items()):
         Ledger(tmp_path / "out").append({"key": cell.key, "stage": stage, "config": config, "result": {}})
         capsys.readouterr()
-        assert main(["reproduce", "fig1", "--scale", "smoke", "--data", str(texts), "--out", str(tmp_path / "out"),
+        assert main(["paper", "fig1", "--scale", "smoke", "--data", str(texts), "--out", str(tmp_path / "out"),
                      "--plan"]) == 0  # fmt: skip
         shown = capsys.readouterr().out
         assert "not prepared yet" not in shown

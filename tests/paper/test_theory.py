@@ -249,7 +249,7 @@ def test_energy_outside_is_that_of_the_rows(make_run: Callable[..., RunDir], sto
 
 def test_the_command(make_run: Callable[..., RunDir], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run = make_run(preset="roberta_tiny")
-    assert main(["theory", str(run.path), "--samples", "8", "--head", "1"]) == 0
+    assert main(["paper", "theory", str(run.path), "--samples", "8", "--head", "1"]) == 0
     data = json.loads((run.report / REPORT_FILE).read_text())
     assert (data["head"], data["samples"], len(data["layers"])) == (1, 8, 3)
     assert (run.report / "theory.png").read_bytes().startswith(b"\x89PNG")
@@ -259,7 +259,7 @@ def test_the_command(make_run: Callable[..., RunDir], capsys: pytest.CaptureFixt
         (["--tau", "0"], "tau must lie"),
         (["--data", str(tmp_path / "none")], "name one with --data STORE"),
     ):
-        assert main(["theory", str(run.path), *arguments]) == 2
+        assert main(["paper", "theory", str(run.path), *arguments]) == 2
         assert message in capsys.readouterr().err
 
 

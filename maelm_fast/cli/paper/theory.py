@@ -1,12 +1,13 @@
-"""maelm-fast theory: a run against the paper's theorem. Residuals and their bounds, ranks, [MASK]'s own subspace."""
+"""maelm-fast paper theory: a run against the paper's theorem: residuals, bounds, ranks, [MASK]'s own subspace."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from maelm_fast.analysis.effective_rank import TAU, check_taus
 from maelm_fast.analysis.plots import require_matplotlib
-from maelm_fast.cli.common import OneLineParser
+from maelm_fast.cli.common import option, parse
 from maelm_fast.config import require
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.paper.theory import REPORT_FILE, TheoryReport, theory_report
@@ -14,27 +15,44 @@ from maelm_fast.paper.theory_plot import plot_theory
 from maelm_fast.training.hardware import choose_device
 from maelm_fast.training.rundir import RunDir, load_run
 
+EXAMPLES = """
+    maelm-fast paper theory runs/roberta_base
+    maelm-fast paper theory runs/base --step 100000 --samples 512
+    maelm-fast paper theory runs/base --tau 0.8 --head 3 --out theory/
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """A run against the paper's theorem: residuals and their bounds, ranks, [MASK]'s own subspace."""
+
+    run: str = option(positional=True)
+    """Run directory."""
+    step: int | None = None
+    """Checkpoint to read (default: the newest)."""
+    tau: float = TAU
+    """Share of energy of a subspace."""
+    head: int = 0
+    """Whose weights the attention-only stack has."""
+    samples: int | None = None
+    """Validation samples (default: the run's runtime.eval_samples)."""
+    data: Path | None = option(None, metavar="STORE")
+    """Token store (default: the run's)."""
+    out: Path | None = None
+    """Directory of the report (default: RUN/report)."""
+
 
 def main(argv: list[str]) -> int:
-    parser = OneLineParser(prog="maelm-fast theory", description="A run's representations against the paper's theory.")
-    parser.add_argument("run", metavar="RUN", help="run directory")
-    parser.add_argument("--step", type=int, help="checkpoint to read (default: the newest)")
-    parser.add_argument("--tau", type=float, default=TAU, help=f"share of energy of a subspace (default: {TAU})")
-    parser.add_argument("--head", type=int, default=0, help="whose weights the attention-only stack has (default: 0)")
-    parser.add_argument("--samples", type=int, help="validation samples (default: the run's runtime.eval_samples)")
-    parser.add_argument("--data", metavar="STORE", help="token store (default: the run's)")
-    parser.add_argument("--out", metavar="DIR", help="where the report goes (default: RUN/report)")
-    options = parser.parse_args(argv)
-
+    options: Options = parse("paper theory", argv, Options, examples=EXAMPLES)
     check_taus([options.tau])
     require_matplotlib()
     run = load_run(options.run, options.step)
-    data = Path(options.data or run.record.data)
+    data = options.data or Path(run.record.data)
     require(data.is_dir(), f"the token store {data} does not exist: name one with --data STORE")
     run.model.to(choose_device(run.config.runtime))
     report = theory_report(run, TokenStore(data, "validation"), options.tau, options.samples, options.head)
 
-    out = Path(options.out) if options.out else RunDir(options.run).report
+    out = options.out or RunDir(options.run).report
     report.write(out / REPORT_FILE)
     plot_theory(report, (out / REPORT_FILE).with_suffix(".png"))
     print(_table(report))

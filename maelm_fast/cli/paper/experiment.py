@@ -1,4 +1,4 @@
-"""`maelm-fast reproduce EXPERIMENT --scale SCALE`: a figure or table of the paper, planned, run and reported.
+"""`maelm-fast paper EXPERIMENT --scale SCALE`: a figure or table of the paper, planned, run and reported.
 
 The plan and what it costs are shown first. Started again, by hand or beside itself, the command goes on with what is
 not finished; see maelm_fast/paper/run.py for the files.
@@ -6,14 +6,12 @@ not finished; see maelm_fast/paper/run.py for the files.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from maelm_fast.analysis.plots import require_matplotlib, short_number
-from maelm_fast.cli.common import OneLineParser
+from maelm_fast.cli.common import option, parse
 from maelm_fast.config import require
 from maelm_fast.errors import UserError
 from maelm_fast.paper import catalogue, scales
@@ -31,19 +29,59 @@ from maelm_fast.paper.figures import draw
 from maelm_fast.paper.plan import Cell, Plan, make_plan
 from maelm_fast.paper.report import FIGURE, report
 from maelm_fast.paper.results import Results
-from maelm_fast.paper.run import Stopped, is_store, manifests, place_data, run_dir, run_plan, store_path
+from maelm_fast.paper.run import is_store, manifests, place_data, run_dir, run_plan, store_path
+from maelm_fast.stop import Stopped
 from maelm_fast.training.files import write_text
-from maelm_fast.training.ledger import Ledger, lock
+from maelm_fast.work import Ledger, lock
 
 REPORT_FILE = "REPORT.md"
 
 
-def main(argv: list[str]) -> int:
-    options = _parser().parse_args(argv)
+EXAMPLES = """
+    maelm-fast paper {name} --scale smoke
+    maelm-fast paper {name} --scale cpu --data corpus/ --tasks glue/ --seeds 3
+    maelm-fast paper {name} --scale gpu --data store --tasks hub --plan
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """A figure or table of the paper: pretraining, measurements, report. Its plan and cost are shown first.
+
+    Exit code: 0; 1 if a run failed; 2 for bad input; 143 or 130 if stopped by SIGTERM or SIGINT."""
+
+    scale: str = option(help="; ".join(f"{name}: {make().about}" for name, make in scales.SCALES.items()))
+    data: str | None = None
+    """A token store; or text to make one of: a file, a glob, hf:NAME, 'embedded', or a directory, whose files named
+    *validation* are the validation split (smoke: embedded)."""
+    tasks: tuple[str, ...] = option((), metavar="DIR|hub")
+    """Where GLUE's tasks and SQuAD 2.0 are, for what the paper fine-tunes or prompts: directories with
+    NAME/train.parquet and so on (see docs/reproduce.md), the first one that has a task; or 'hub' (default: none, only
+    pretraining is reproduced)."""
+    train: tuple[str, ...] = option((), metavar="TASK=FILE", more=True)
+    """Training file of a task, or several with commas between them, if they are not named so."""
+    validation: tuple[str, ...] = option((), metavar="TASK=FILE", more=True)
+    """Validation file of a task, likewise."""
+    out: Path | None = None
+    """Where everything goes; experiments in one directory share runs (default: reproduction-SCALE)."""
+    rows: tuple[str, ...] = option((), metavar="ROW")
+    """Of fig4 and table2, only these rows, by their names in the plan: --rows 0 0.5 (default: all)."""
+    seeds: int = 1
+    """Pretrain every model with seeds 0 to N-1."""
+    updates: int | None = None
+    """Of every run (default: the scale's)."""
+    plan: bool = option(False, aliases=("--dry-run",))
+    """Show the plan and its cost, and stop."""
+    run: bool = False
+    """Start scale full, or scale gpu on a machine without a GPU."""
+
+
+def main(name: str, argv: list[str]) -> int:
+    options: Options = parse(f"paper {name}", argv, Options, examples=EXAMPLES.format(name=name))
     scale = scales.get(options.scale)
-    plan = make_plan(catalogue.get(options.experiment), scale, options.seeds, options.updates, options.rows)
+    plan = make_plan(catalogue.get(name), scale, options.seeds, options.updates, options.rows)
     data = options.data or scale.text
-    out = Path(options.out or f"reproduction-{scale.name}")
+    out = options.out or Path(f"reproduction-{scale.name}")
 
     asks_to_be_told = scale.name == "full" or needs_gpu_missing_here(scale)
     only_shown = options.plan or (asks_to_be_told and not options.run)
@@ -59,16 +97,16 @@ def main(argv: list[str]) -> int:
             print(f"\nonly planned: scale {scale.name} starts when --run is given")
         return 0
 
-    stopped = False
+    stopped = None
     try:
         run_plan(plan, out)
-    except Stopped:
-        stopped = True
+    except Stopped as stop:
+        stopped = stop
     results = Results(plan, Ledger(out))
     _write(results, out)
-    if stopped:
+    if stopped is not None:
         print(f"stopped with {len(results.unfinished())} of {len(plan.runs)} runs unfinished; the same command goes on")
-        return 0
+        raise stopped
     return 1 if results.errors() else 0
 
 
@@ -77,59 +115,29 @@ def _prepared(plan: Plan, out: Path) -> bool:
     return all(is_store(str(store_path(out, corpus))) for corpus in plan.corpora)
 
 
-def _with_tasks(plan: Plan, options: argparse.Namespace, only_shown: bool) -> Plan:
+def _with_tasks(plan: Plan, options: Options, only_shown: bool) -> Plan:
     """The plan with its downstream part. The paper's own scale is shown with it even if no data are given."""
     experiment, amount = plan.experiment, plan.scale.downstream
     if experiment.use == "nothing":
         require(not options.tasks, f"{experiment.name} has no downstream part: leave out --tasks")
     files = {name: Files() for name in experiment.tasks}
-    for option in ("train", "validation"):
-        for given in getattr(options, option):
+    for split in ("train", "validation"):
+        for given in getattr(options, split):
             name, _, paths = given.partition("=")
-            require(bool(options.tasks), f"--{option} names files of a task: give --tasks too")
-            require(bool(paths), f"--{option} takes TASK=FILE or TASK=FILE,FILE, not '{given}'")
-            require(name in files, f"--{option} {given}: {experiment.name} has no task '{name}': {', '.join(files)}")
+            require(bool(options.tasks), f"--{split} names files of a task: give --tasks too")
+            require(bool(paths), f"--{split} takes TASK=FILE or TASK=FILE,FILE, not '{given}'")
+            require(name in files, f"--{split} {given}: {experiment.name} has no task '{name}': {', '.join(files)}")
             require(
-                not getattr(files[name], option),
-                f"--{option} names {name} twice: give its files with commas between them",
+                not getattr(files[name], split),
+                f"--{split} names {name} twice: give its files with commas between them",
             )
-            files[name] = replace(files[name], **{option: tuple(paths.split(","))})
+            files[name] = replace(files[name], **{split: tuple(paths.split(","))})
     if options.tasks:
         return plan.with_tasks(find_tasks(experiment.tasks, options.tasks, amount, experiment.one_task, files))
     if experiment.tasks and plan.scale.name == "full" and only_shown:
         names = experiment.tasks[:1] if experiment.one_task else experiment.tasks
         return plan.with_tasks(assumed_tasks(names, amount))
     return plan
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        prog="maelm-fast reproduce",
-        description="A figure or table of the paper: pretraining, measurements, report. Shows its plan and cost first.",
-        epilog="Exit code: 0, also when stopped by SIGTERM or SIGINT; 1 if a run failed; 2 for bad input.",
-    )
-    add = parser.add_argument
-    add("experiment", metavar="EXPERIMENT", help=f"one of {', '.join(catalogue.EXPERIMENTS)}")
-    sizes = "; ".join(f"{name}: {make().about}" for name, make in scales.SCALES.items())
-    add("--scale", required=True, metavar="SCALE", help=sizes)
-    add("--data", metavar="PATH", help="a token store; or text to make one of: a file, a glob, hf:NAME, 'embedded', "
-        "or a directory, whose files named *validation* are the validation split (smoke: embedded)")  # fmt: skip
-    several: dict[str, Any] = {"nargs": "+", "action": "extend"}
-    add("--tasks", **several, metavar="DIR|hub", help="where GLUE's tasks and SQuAD 2.0 are, for what the paper "
-        "fine-tunes or prompts: directories with NAME/train.parquet and so on (see docs/reproduce.md), the first "
-        "one that has a task; or 'hub' (default: none, only pretraining is reproduced)")  # fmt: skip
-    for option in ("train", "validation"):
-        add(f"--{option}", **several, default=[], metavar="TASK=FILE", help=f"{option} file of a task, or several "
-            "with commas between them, if they are not named so")  # fmt: skip
-    add("--out", metavar="DIR", help="where everything goes; experiments in one directory share runs (default: "
-        "reproduction-SCALE)")  # fmt: skip
-    add("--rows", **several, default=[], metavar="ROW", help="of fig4 and table2, only these rows, by their names in "
-        "the plan: --rows 0 0.5 (default: all)")  # fmt: skip
-    add("--seeds", type=int, default=1, metavar="N", help="pretrain every model with seeds 0 to N-1 (default: 1)")
-    add("--updates", type=int, metavar="N", help="of every run (default: the scale's)")
-    add("--plan", "--dry-run", action="store_true", help="show the plan and its cost, and stop")
-    add("--run", action="store_true", help="start scale full, or scale gpu on a machine without a GPU")
-    return parser
 
 
 def _shown(plan: Plan, data: str | None, out: Path) -> Iterator[str]:
