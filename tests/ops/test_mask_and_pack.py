@@ -296,12 +296,9 @@ def test_what_is_refused() -> None:
         call(tokens((4097,)).to(DEVICE), (4097,), (0,), backend="triton")
 
 
-def test_whatever_is_launched_is_among_the_variants() -> None:
+def test_the_kernel_knows_every_kind_of_masking() -> None:
     assert kernels.LONGEST == module._LONGEST
-    listed = {(variant.constants["BLOCK"], variant.num_warps) for variant in kernels.variants()}
-    launched = {tuple(kernels.launch(longest).values()) for longest in range(kernels.LONGEST + 1)}
-    assert launched == listed
-    listed = {tuple(v.constants.get(name) for name in ("POLICY", "READ")) for v in kernels.variants()} - {(None, None)}
+    listed = {(policy, read) for policy, reads in kernels.READ_BY_POLICY.items() for read in reads}
     asked_for = itertools.product([MaskingConfig(**kind) for kind in KINDS], (False, True))
     maskers = [Masker(masking, VOCABULARY, 0, sees_mask) for masking, sees_mask in asked_for]
     assert {(masker.masking.policy, module._read(masker)) for masker in maskers} == listed
