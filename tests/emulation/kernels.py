@@ -57,9 +57,12 @@ class StandIn:
     """changed: what a test does to the PTX before it runs."""
 
     def __init__(self, kernel: Any) -> None:
-        self.kernel, self.fn, self.arg_names = kernel, kernel.fn, kernel.arg_names
+        self.kernel = kernel
         self.ready: dict[tuple[str, str], Kernel] = {}
         self.changed: Callable[[str], str] = str
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args, **options: self.launch(grid, args, options)
@@ -117,9 +120,7 @@ class Tensors:
         for tensor in tensors:
             if tensor.numel():
                 each = tensor.element_size() // granule
-                self.memory.open(
-                    self.address(tensor), (*tensor.shape, each), (*(s * each for s in tensor.stride()), 1)
-                )
+                self.memory.open(self.address(tensor), (*tensor.shape, each), (*(s * each for s in tensor.stride()), 1))
                 self._here(tensor)[...] = _bytes(tensor)
 
     def address(self, tensor: Tensor) -> int:

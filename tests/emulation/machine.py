@@ -144,7 +144,9 @@ class Blocks:
         parked: dict[int, Array] = {}  # at barriers
         while ready or parked:
             if not ready:
-                raise Fault("a barrier that not all threads of the block reach", np.logical_or.reduce([*parked.values()]))
+                raise Fault(
+                    "a barrier that not all threads of the block reach", np.logical_or.reduce([*parked.values()])
+                )
             at = min(ready)
             mask = ready.pop(at)
             until = min(ready, default=end)
@@ -253,8 +255,6 @@ def step(now: Instruction) -> Step:
         raise NotImplementedError(f"{now.text}: the emulator does not know it")
     operation = instructions.TABLE[name](now.parts)
     to, *sources = now.operands
-    if name == "lop3":
-        sources[3:] = [str(int(str(sources[3]), 0))]
     if len(sources) != len(operation.sources):
         raise NotImplementedError(f"{now.text}: the emulator does not know this form of it")
     function, kinds = operation.function, list(zip(sources, operation.sources, strict=True))
