@@ -46,7 +46,7 @@ class Kernel:
         memory: Memory, counts: Counts | None = None,
     ) -> None:  # fmt: skip
         """arguments: in the order of the parameters. shared: bytes that the launch asks for. counts: added to."""
-        given = dict(zip(self.program.parameters, arguments, strict=True))
+        given = b"".join(argument.ljust(-(-len(argument) // 16) * 16, b"\0") for argument in arguments)
         each, total = int(np.prod(block)), int(np.prod(grid))
         at_once = max(1, THREADS // each)
         for first in range(0, total, at_once):
@@ -57,7 +57,7 @@ class Kernel:
 
 class Blocks:
     def __init__(
-        self, kernel: Kernel, arguments: dict[str, bytes], grid: tuple[int, int, int], block: tuple[int, int, int],
+        self, kernel: Kernel, arguments: bytes, grid: tuple[int, int, int], block: tuple[int, int, int],
         numbers: Array, shared: int, memory: Memory, counts: Counts | None,
     ) -> None:  # fmt: skip
         program = kernel.program
@@ -76,7 +76,9 @@ class Blocks:
         }  # fmt: skip
         self.special = {f"%{n}.{axis}": v for n, values in where.items() for axis, v in zip("xyz", values, strict=True)}
         self.special["%laneid"] = thread % 32
-        self.special |= {name: np.int64(at) for name, at in program.shared.items()}
+        places = np.cumsum([0, *(-(-size // 16) * 16 for size in program.parameters.values())])
+        places_by_name = dict(zip(program.parameters, places, strict=False)) | program.shared
+        self.special |= {name: np.int64(at) for name, at in places_by_name.items()}
         self.shared_size = program.static + shared
         self.shared_stride = -(-(self.shared_size + 1) // 16) * 16
         self.shared_base = np.repeat(np.arange(self.blocks), self.padded) * self.shared_stride

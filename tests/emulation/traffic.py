@@ -61,8 +61,8 @@ def _load(now: Instruction) -> Step:
             blocks.put(name, spread, mask)
 
     def parameter(blocks: Blocks, mask: Mask) -> None:
-        assert isinstance(source, Address)
-        values = np.frombuffer(blocks.arguments[str(source.base)], kind, len(names), source.offset)
+        at = int(blocks.address(source, "param", blocks.lanes(mask)[:1])[0])  # of all threads the same
+        values = np.frombuffer(blocks.arguments, kind, len(names), at)
         for name, value in zip(names, values, strict=True):
             blocks.put(name, value, mask)
 
