@@ -1,5 +1,6 @@
-"""test_kernels.py needs the plugin from the start of its process, and test_plugin.py starts one."""
+"""What needs a plugin from the start of its process; test_plugins.py starts such processes."""
 
 import sys
 
-collect_ignore = ["test_plugin.py" if "tests.emulation.plugin" in sys.modules else "test_kernels.py"]
+NEEDS = {"test_kernels.py": "tests.emulation.plugin", "test_cuda_kernels.py": "tests.emulation.cuda"}
+collect_ignore = [name for name, plugin in NEEDS.items() if plugin not in sys.modules]

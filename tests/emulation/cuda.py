@@ -27,6 +27,7 @@ from tests.emulation.ptx import programs
 
 ROOT = Path(__file__).resolve().parents[2]
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+RUNTIMES: list[Runtime] = []  # C++ calls into them: they stay
 ON_CPU = {r"\(maelm_fast, CUDA, library\)": "(maelm_fast, CPU, library)", r"is_cuda\(\)": "is_cpu()"}
 KINDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes: what the bits mean is no matter
 LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, *[ctypes.POINTER(ctypes.c_uint)] * 2,
@@ -76,7 +77,9 @@ class Runtime:
             sizes = kernel.program.parameters.values()
             given = [ctypes.string_at(arguments[i], size) for i, size in enumerate(sizes)]
             tensors = Tensors(list(self.tensors.values()), kernel.granules["global"])
-            spans = [(start, start + t.untyped_storage().nbytes(), tensors.address(t)) for start, t in self.tensors.items()]
+            spans = [
+                (start, start + t.untyped_storage().nbytes(), tensors.address(t)) for start, t in self.tensors.items()
+            ]
 
             def there(word: bytes) -> bytes:
                 """Of eight bytes that are an address: where it is in the machine."""
@@ -86,7 +89,9 @@ class Runtime:
                         return (value - start + at).to_bytes(8, "little")
                 return word
 
-            whole = [b"".join(there(a[i : i + 8]) if len(a) - i >= 8 else a[i:] for i in range(0, len(a), 8)) for a in given]
+            whole = [
+                b"".join(there(a[i : i + 8]) if len(a) - i >= 8 else a[i:] for i in range(0, len(a), 8)) for a in given
+            ]
             RECORD.variants[re.sub(r".*\d(\w+_kernel)", r"\1", name.decode()), (), 0] += 1
             kernel.launch(whole, tuple(grid[:3]), tuple(block[:3]), shared, tensors.memory)
             tensors.copy_back()
@@ -99,7 +104,7 @@ class Runtime:
 
 def pytest_configure() -> None:
     assert native.has("scatter_to_decoder", "cpu"), native.why_not("cpu")
-    Runtime(ROOT / "csrc" / "ops" / "scatter_to_decoder_cuda.cu")
+    RUNTIMES.append(Runtime(ROOT / "csrc" / "ops" / "scatter_to_decoder_cuda.cu"))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
