@@ -1,4 +1,4 @@
-"""The classes that a step's time is split into, measured (train_step's profile) and predicted (roofline) alike."""
+"""The classes that a step's time is split into, measured (train_step's profile) and projected alike."""
 
 from __future__ import annotations
 

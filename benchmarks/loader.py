@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,14 @@ from maelm_fast import native
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import MaskingConfig, require
 from maelm_fast.data.loader import TrainingBatches, training_updates
-from maelm_fast.data.masking import Vocabulary, pack_numpy
+from maelm_fast.data.masking import pack_plain
 from maelm_fast.data.packing import best_fit, best_fit_numpy, spread_numpy
 from maelm_fast.data.samples import Chunk, cut_documents
 from maelm_fast.data.token_store import BATCH_TOKENS, STORE_VERSION, Manifest, Split, SplitWriter, TokenStore
 from maelm_fast.data.tokenizer import BOS, EOS, PAD, SPECIAL_NAMES, UNK
 from maelm_fast.data.update import Update
 from maelm_fast.errors import UserError
+from maelm_fast.masking import Masker, Vocabulary
 
 SEQ_LEN, VOCABULARY_SIZE, SEED = 512, 32768, 0
 SPECIAL = dict(zip(SPECIAL_NAMES[0], (BOS, PAD, EOS, UNK, VOCABULARY_SIZE - 1), strict=True))
@@ -82,10 +83,8 @@ class Setting:
         special = manifest.special_tokens
         mask_id = next(special[names[-1]] for names in SPECIAL_NAMES if names[-1] in special)
         vocabulary = Vocabulary(manifest.vocab_size, mask_id, tuple(sorted(special.values())))
-        return TrainingBatches(
-            store, vocabulary, MaskingConfig(), SEED, self.batch, micro_batch, encoder_sees_mask=False,
-            mask_on_device=masks == "device",
-        )  # fmt: skip
+        masker = Masker(MaskingConfig(), vocabulary, SEED, encoder_sees_mask=False)
+        return TrainingBatches(store, masker, self.batch, micro_batch, mask_on_device=masks == "device")
 
     def cases(self) -> list[tuple[str, int]]:
         """Masks and micro-batch size of each."""
@@ -134,11 +133,17 @@ def measured(path: Path, name: str, setting: Setting) -> list[dict[str, Any]]:
     store = TokenStore.open(path)
     manifest, split = store.manifest, store.manifest.splits["train"]
     common = {
-        "store": name, "mode": manifest.sample_mode, "store_bytes": sum(shard.bytes for shard in split.shards),
-        "samples": split.samples, "tokens": split.tokens, "seq_len": manifest.seq_len, "batch": setting.batch,
-        "implementation": "NumPy" if native.host() is None else "C++", "rounds": setting.rounds,
+        "store": name,
+        "mode": manifest.sample_mode,
+        "store_bytes": sum(shard.bytes for shard in split.shards),
+        "samples": split.samples,
+        "tokens": split.tokens,
+        "seq_len": manifest.seq_len,
+        "batch": setting.batch,
+        "implementation": "NumPy" if native.host() is None else "C++",
+        "rounds": setting.rounds,
         "updates_a_round": setting.updates,
-    }  # fmt: skip
+    }
     made = {case: setting.batches(store, *case) for case in setting.cases()}
     rows = []
     if 0 in setting.workers:
@@ -150,11 +155,9 @@ def measured(path: Path, name: str, setting: Setting) -> list[dict[str, Any]]:
         rows.append({"case": case, "workers": workers, **with_workers(made[case], workers, setting), **resident()})
     filled = {case: fill(batches) for case, batches in made.items()}
     return [
-        common
-        | {"masks": row["case"][0], "micro_batch": row["case"][1], "fill": filled[row.pop("case")]}
-        | row
+        common | {"masks": row["case"][0], "micro_batch": row["case"][1], "fill": filled[row.pop("case")]} | row
         for row in rows
-    ]  # fmt: skip
+    ]
 
 
 def gate(path: Path, setting: Setting) -> None:
@@ -173,17 +176,14 @@ def gate(path: Path, setting: Setting) -> None:
         for b in {0, count - 1} if same else ():
             here = np.flatnonzero(bins == b)
             rows = [sequences[i] for i in here]
-            expected = pack_numpy(
-                rows, samples[here], epochs[here], on_host.masking, on_host.vocabulary, SEED, encoder_sees_mask=False
-            )
+            expected = pack_plain(rows, samples[here], epochs[here], on_host.masker)
             same &= _same(packed[b], expected) and bool(np.array_equal(ragged[b].ids, np.concatenate(rows)))  # type: ignore[union-attr]
         if not same:
             raise SystemExit("gate: the loader's micro-batches are not the reference's; nothing is timed")
 
 
 def _same(a: Any, b: PackedBatch) -> bool:
-    pairs = [(getattr(a, field.name), getattr(b, field.name)) for field in fields(PackedBatch)]
-    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in pairs)
+    return a.lengths == b.lengths and all(torch.equal(x, y) for x, y in zip(a.tensors, b.tensors, strict=True))
 
 
 def alone_in_turns(contestants: Sequence[TrainingBatches], setting: Setting) -> list[dict[str, Any]]:
@@ -204,10 +204,15 @@ def alone_in_turns(contestants: Sequence[TrainingBatches], setting: Setting) -> 
     rows = []
     for turns in taken:
         by_clock, by_cpu, faults_of = zip(*turns, strict=True)
-        rows.append({
-            "tokens_per_s": quartiles(by_clock), "tokens_per_s_per_core": quartiles(by_clock),
-            "tokens_per_cpu_s": quartiles(by_cpu), "major_faults": sum(faults_of), "pinned": False,
-        })  # fmt: skip
+        rows.append(
+            {
+                "tokens_per_s": quartiles(by_clock),
+                "tokens_per_s_per_core": quartiles(by_clock),
+                "tokens_per_cpu_s": quartiles(by_cpu),
+                "major_faults": sum(faults_of),
+                "pinned": False,
+            }
+        )
     return rows
 
 
@@ -224,13 +229,17 @@ def with_workers(batches: TrainingBatches, workers: int, setting: Setting) -> di
         tokens = sum(map(original, itertools.islice(updates, setting.updates)))
         speeds.append(tokens / (time.perf_counter() - began))
     return {
-        "tokens_per_s": quartiles(speeds), "tokens_per_s_per_core": quartiles([s / workers for s in speeds]),
-        "tokens_per_cpu_s": None, "major_faults": None, "pinned": pinned, "time": None,
-    }  # fmt: skip
+        "tokens_per_s": quartiles(speeds),
+        "tokens_per_s_per_core": quartiles([s / workers for s in speeds]),
+        "tokens_per_cpu_s": None,
+        "major_faults": None,
+        "pinned": pinned,
+        "time": None,
+    }
 
 
 def original(update: Update) -> int:
-    return sum(sum(b.decoder_lengths if isinstance(b, PackedBatch) else b.lengths) for b in update.micro_batches())
+    return sum(sum(b.decoder.lengths if isinstance(b, PackedBatch) else b.lengths) for b in update.micro_batches())
 
 
 def fill(batches: TrainingBatches) -> dict[str, float]:
@@ -250,10 +259,12 @@ def fill(batches: TrainingBatches) -> dict[str, float]:
         fitted.append(count * budget)
         fitted_but_last.append((int(lengths[bins < count - 1].sum()), (count - 1) * budget))
     return {
-        "all": _share(sum(tokens), sum(room)), "but_last": _share(*map(sum, zip(*but_last, strict=True))),
-        "even": _share(sum(tokens), sum(even)), "best_fit": _share(sum(tokens), sum(fitted)),
+        "all": _share(sum(tokens), sum(room)),
+        "but_last": _share(*map(sum, zip(*but_last, strict=True))),
+        "even": _share(sum(tokens), sum(even)),
+        "best_fit": _share(sum(tokens), sum(fitted)),
         "best_fit_but_last": _share(*map(sum, zip(*fitted_but_last, strict=True))),
-    }  # fmt: skip
+    }
 
 
 def _share(part: int, whole: int) -> float:
@@ -366,8 +377,10 @@ def run(options: argparse.Namespace) -> None:
     setting = Setting(options.batch, micro_batches, workers, options.updates, options.rounds)
     torch.set_num_threads(1)
     machine = environment("cuda" if torch.cuda.is_available() else "cpu")
-    print(f"{machine['device']}, one thread a process, load {machine['load']}, torch {machine['torch']}, "
-          f"commit {machine['commit']}")  # fmt: skip
+    print(
+        f"{machine['device']}, one thread a process, load {machine['load']}, torch {machine['torch']}, "
+        f"commit {machine['commit']}"
+    )
     print(f"updates of {setting.batch} samples, {setting.updates} a round, {setting.rounds} rounds\n{HEADING}")
     if options.store is not None:
         TokenStore.open(options.store)  # says here what is wrong with it
@@ -376,8 +389,10 @@ def run(options: argparse.Namespace) -> None:
         results = itertools.chain.from_iterable(synthetic_rows(options.scratch, modes, size, setting) for size in sizes)
     for rows in results:
         first = rows[0]
-        print(f"{first['mode']}, {first['store_bytes'] / 1e6:,.0f} MB, {first['samples']:,} samples of on average "
-              f"{first['tokens'] / first['samples']:.0f} tokens, {first['implementation']}")  # fmt: skip
+        print(
+            f"{first['mode']}, {first['store_bytes'] / 1e6:,.0f} MB, {first['samples']:,} samples of on average "
+            f"{first['tokens'] / first['samples']:.0f} tokens, {first['implementation']}"
+        )
         print(table(rows), flush=True)
         if options.out:
             append_rows(options.out, (machine | row for row in rows))

@@ -41,12 +41,15 @@ def modernbert_base() -> RunConfig:
     return change(base(), model={**dimensions, "decoder": "none", "relative_bias": "none"})
 
 
-def hugging_face_roberta(config: ModelConfig) -> nn.Module:
-    """RobertaForMaskedLM of our dimensions and dropout; our relative bias has no counterpart in it."""
+def hugging_face_roberta(config: ModelConfig, attention: str = "sdpa") -> nn.Module:
+    """RobertaForMaskedLM of our dimensions and dropout; our relative bias has no counterpart in it. attention: sdpa,
+    which it takes by itself, eager, or flash_attention_2; ImportError where that is not installed."""
     from transformers import RobertaConfig, RobertaForMaskedLM
 
+    options: Any = {"attn_implementation": attention}
     return RobertaForMaskedLM(
         RobertaConfig(
+            **options,
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             num_hidden_layers=config.num_layers,
@@ -103,8 +106,8 @@ def hugging_face_inputs(batch: PackedBatch) -> dict[str, Tensor]:
     the host."""
     labels = torch.full((batch.counts.original,), -100)
     labels[batch.masked_index.long()] = batch.labels.long()
-    ids, real = padded(batch.visible_ids, batch.lengths, pad=PAD_ID)
-    inputs = {"input_ids": ids, "labels": padded(labels, batch.lengths, pad=-100)[0]}
+    ids, real = padded(batch.ids, batch.visible.lengths, pad=PAD_ID)
+    inputs = {"input_ids": ids, "labels": padded(labels, batch.visible.lengths, pad=-100)[0]}
     return inputs if bool(real.all()) else {**inputs, "attention_mask": real.long()}
 
 

@@ -52,7 +52,11 @@ LABELS = {
     "base": "`base` (MAE-LM)",
     "base_cross": "`base_cross` (MAE-LM, cross-attention decoder)",
     "roberta_base": "`roberta_base` (same blocks, [MASK] in the encoder)",
+    "base_accumulated": "`base`, an update of 8 micro-batches",
+    "base_graph": "`base`, an update as one CUDA graph",
     "hf": "Hugging Face `RobertaForMaskedLM`",
+    "hf_eager": "Hugging Face `RobertaForMaskedLM`, eager attention",
+    "hf_flash": "Hugging Face `RobertaForMaskedLM`, flash attention",
     "modernbert": "Hugging Face `ModernBertForMaskedLM`",
     "padded": "MAE-LM padded, bias written out",
 }
@@ -61,11 +65,11 @@ TRAINERS = {
     "hf": "Hugging Face Trainer, batches padded to their longest",
     "hf_grouped": "Hugging Face Trainer, batches of like length",
 }
-PEERS = ("hf", "modernbert", "padded")
+PEERS = ("hf", "hf_eager", "hf_flash", "modernbert", "padded")
 OVER = ("hf", "hf_compiled", "padded", "roberta_base")  # whom the tables compare with
 REGIONS = {
     "README.md": ("headline",),
-    "benchmarks/README.md": ("train_step", "finetune", "ops", "attention", "loader", "scaling", "roofline"),
+    "benchmarks/README.md": ("train_step", "finetune", "ops", "attention", "loader", "projection"),
     "kernels/README.md": ("executed",),
 }
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -268,16 +272,20 @@ def attention_tables(rows: Sequence[Row]) -> Iterator[Table]:
                 judge = device.startswith(GPU) and case == "kept" and bias and contestant == "ours" and row
                 cells.append([
                     f"{case}, {tokens:,} tokens, {dtype}", f"{'bias' if bias else 'no bias'}, dropout {dropout:g}",
-                    contestant, *(spread(ms.get(phase)) for phase in ("fwd", "bwd", "fwd+bwd")),
+                    contestant, *(spread(ms.get(phase)) for phase in ("fwd", "bwd", "fwd+bwd", "once")),
                     f"{row['tflop_per_s']['median']:.3g}" if row else "-", spread(row["ratio"] if row else None),
                     attention_goals(both) if judge else "",
                 ])  # fmt: skip
         yardstick = next((row["yardstick"] for row in on_device if row["yardstick"]), "the yardstick")
-        header = ["case", "setting", "contestant", "fwd ms", "bwd ms", "fwd+bwd ms", "TFLOP/s", f"times {yardstick}",
-                  "goal"]  # fmt: skip
+        header = ["case", "setting", "contestant", "fwd ms", "bwd ms", "fwd+bwd ms", "once a step ms", "TFLOP/s",
+                  f"times {yardstick}", "goal"]  # fmt: skip
         notes = [f"{machines(on_device)}, {'; '.join(sorted({run(row) for row in on_device}))}; TFLOP/s and ratio of "
                  f"forward and backward together; median [quartiles]; `python -m benchmarks.attention --device "
                  f"{'cuda' if device.startswith(GPU) else 'cpu'}`."]  # fmt: skip
+        longest = {row["contestant"]: row["kernel"] for row in on_device if row.get("kernel")}
+        notes += [f"Most of the time: {', '.join(f'{who}: `{kernel}`' for who, kernel in longest.items())}."] * bool(
+            longest
+        )
         yield Table(f"Attention, {device}", header, cells, notes)
 
 
@@ -291,42 +299,26 @@ def attention_goals(both: Mapping[str, Row]) -> str:
     ])  # fmt: skip
 
 
-def scaling_tables(rows: Sequence[Row]) -> Iterator[Table]:
-    fits = [row for row in rows if row.get("kind") == "fit"]
-    for (device,), group in grouped(newest_rows(fits, ["device", "axis", "model"]), "device").items():
+def projection_tables(rows: Sequence[Row]) -> Iterator[Table]:
+    """What no machine has measured, from the least to the largest share that products are taken to reach."""
+    setting = ("device", "precision", "batch", "seq", "rate")
+    for (device, precision, _, _, rate), group in grouped(
+        newest_rows(rows, [*setting, "dropout", "bias", "model"]), *setting
+    ).items():
         cells = []
         for row in group:
-            exponent, x = row["exponent"], row["x"]
-            grows = f"x^{exponent['median']:.2f} [{exponent['low']:.2f}, {exponent['high']:.2f}]"
-            flops = f"x^{row['flop_exponent']:.2f}"
-            cells.append([row["axis"], row["model"], f"{x[0]} to {x[-1]}", grows, flops, run(row)])
-        header = ["axis", "model", "x", "a step's time grows as", "FLOPs", "run"]
-        notes = [f"{machines(group)}; exponents with their 95% intervals; `python -m benchmarks.scaling`."]
-        yield Table(f"Scaling, {device}", header, cells, notes)
-
-
-def roofline_tables(rows: Sequence[Row]) -> Iterator[Table]:
-    """Predictions, each beside the measured step that it had when it was made."""
-    setting = ("device", "precision", "batch", "seq", "rate", "dropout", "bias")
-    newest = newest_rows(rows, [*setting, "model"])
-    for (device, precision, _, _, rate, dropout, bias), group in grouped(newest, *setting).items():
-        cells = []
-        for row in group:
-            goals = [goal for goal in GOALS if goal.projected and goal.applies(row, dropout, bias)]
+            speed, mfu = row["tokens_per_s"], row["mfu"]
+            ms = [" to ".join(f"{x:.3g}" for x in dict.fromkeys(row["ms"][kind])) for kind in CLASSES]
             cells.append([
-                LABELS.get(row["model"], f"`{row['model']}`"), f"{row['tokens_per_s']:,.0f}", number(row["mfu"], ".1%"),
-                spread(row["measured_tokens_per_s"], ",.0f"), *(number(row["ms"].get(kind), ".3g") for kind in CLASSES),
-                "; ".join(judged("", row["tokens_per_s"], goal.least, goal.stretch) for goal in goals), run(row),
+                LABELS.get(row["model"], f"`{row['model']}`"), regularisation(row["dropout"], row["bias"]),
+                f"{speed[0]:,} to {speed[1]:,}", f"{mfu[0]:.1%} to {mfu[1]:.1%}", *ms,
             ])  # fmt: skip
-        title = (
-            f"Roofline{': a projection' if any(row['projection'] for row in group) else ''}, {device}, {precision}, "
-        )
-        header = ["model", "predicted tokens/s", "MFU", "measured tokens/s", *(f"{kind} ms" for kind in CLASSES),
-                  "goal", "run"]  # fmt: skip
-        notes = ["Counted work over what the device can do, kernel by kernel; `python -m benchmarks.roofline`."]
-        yield Table(
-            f"{title}{batch(group[0])}, {rate:.0%} masked, {regularisation(dropout, bias)}", header, cells, notes
-        )
+        header = ["model", "setting", "tokens/s", "MFU", *(f"{kind} ms" for kind in CLASSES)]
+        least, largest = group[0]["products"]
+        notes = [f"Counted work over what the device can do, launch by launch; products at {least:g} to {largest:g} of "
+                 f"the peak; {run(group[-1])}; `python -m benchmarks.projection`."]  # fmt: skip
+        title = f"Projection, not a measurement: {device}, {precision}, {batch(group[0])}, {rate:.0%} masked"
+        yield Table(title, header, cells, notes)
 
 
 def loader_tables(rows: Sequence[Row]) -> Iterator[Table]:
@@ -409,8 +401,8 @@ def tables(results: Results, region: str) -> list[Table]:
         return [table for case in results.cases for table in case_tables(case)]
     rows = results.rows.get(region, [])
     makers = {
-        "ops": ops_tables, "attention": attention_tables, "loader": loader_tables, "scaling": scaling_tables,
-        "roofline": roofline_tables, "finetune": finetune_tables, "executed": executed_tables,
+        "ops": ops_tables, "attention": attention_tables, "loader": loader_tables,
+        "projection": projection_tables, "finetune": finetune_tables, "executed": executed_tables,
     }  # fmt: skip
     return list(makers[region](rows))
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from benchmarks.classes import CLASSES
 from benchmarks.rows import Case
-from benchmarks.scaling_plot import check_plot
-from maelm_fast.analysis.plots import COLOURS
+from maelm_fast.analysis.plots import COLOURS, require_matplotlib
 from maelm_fast.config import require
 from maelm_fast.errors import UserError
 
@@ -25,8 +24,11 @@ WRITTEN_SHARE = 0.06  # a narrower part of a bar has no room for its number
 def plot(cases: Sequence[Case], out: Path) -> None:
     """Writes `out` in the format of its ending. UserError if there is no case, or no matplotlib."""
     require(bool(cases), "there is no row of train_step to draw")
-    check_plot(out)
+    require_matplotlib()
     from matplotlib.figure import Figure
+
+    kinds = Figure().canvas.get_supported_filetypes()
+    require(out.suffix.lstrip(".") in kinds, f"{out}: cannot draw a picture of kind '{out.suffix}'; use .png or .svg")
 
     devices = list(dict.fromkeys(case.shared["device"] for case in cases))
     on = [[case for case in cases if case.shared["device"] == device] for device in devices]

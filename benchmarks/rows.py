@@ -1,6 +1,7 @@
 """Reads the result files: every row is checked against what its benchmark writes; the newest of each setting count.
 
-A case is what one run of train_step measured in one setting. It counts whole, so that its ratios belong together.
+A case is what one run of train_step measured in one setting. It counts whole, so that its ratios belong together. Of a
+contestant the run's last row counts: the one before it was written in case the run is cut off.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from benchmarks.classes import CLASSES
 from maelm_fast.errors import UserError
 
 # a file is called FORMAT.jsonl or FORMAT_*.jsonl
-FORMATS = ("train_step", "ops", "attention", "loader", "scaling", "roofline", "finetune", "executed")
+FORMATS = ("train_step", "ops", "attention", "loader", "scaling", "projection", "finetune", "executed")
 PHASES = ("data", "forward", "backward", "optimizer")
 SETTING = ("device", "precision", "batch", "seq", "rate", "lengths")  # of a case, with its dropout and bias
 GPU = "NVIDIA"  # what the name of every GPU begins with
@@ -43,6 +44,10 @@ def has_numbers(*names: str) -> Check:
 
 
 is_quartiles = has_numbers("median", "q1", "q3")
+
+
+def is_range(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
 
 
 def is_date(value: Any) -> bool:
@@ -78,7 +83,8 @@ TIMED: Mapping[str, Check] = {  # unless it was skipped
 }  # fmt: skip
 OTHERS: Mapping[str, Mapping[str, Check]] = {
     "ops": {
-        **MACHINE, "op": is_text, "phase": is_text, "contestant": is_text, "ms": is_quartiles, "ratio": is_quartiles,
+        **MACHINE, "op": is_text, "phase": is_text, "contestant": is_text, "ms": is_quartiles,
+        "ratio": or_null(is_quartiles),
     },
     "attention": {
         **MACHINE, "case": is_text, "bias": is_flag, "dropout": is_number,
@@ -90,7 +96,10 @@ OTHERS: Mapping[str, Mapping[str, Check]] = {
         "micro_batch": is_number, "workers": is_number, "tokens_per_s_per_core": is_quartiles,
         "fill": has_numbers("all"), "rss_anon_mb": or_null(is_number), "major_faults": or_null(is_number),
     },
-    "scaling": {**MACHINE, "kind": is_text},
+    "scaling": {
+        **MACHINE, "axis": is_text, "x": is_number, "model": is_text, "precision": is_text,
+        "skipped": or_null(is_text),
+    },
     "finetune": {
         **MACHINE, "transformers": is_text, "precision": is_text, "task": is_text, "hidden_size": is_number,
         "layers": is_number, "batch": is_number, "examples": is_number, "epochs": is_number, "dropout": is_number,
@@ -103,16 +112,11 @@ OTHERS: Mapping[str, Mapping[str, Check]] = {
         "bias": is_flag, "unit": is_text, "instructions": by_name(is_number), "wavefronts": or_null(is_number),
         "sectors": or_null(is_number),
     },
-    "roofline": {
-        "date": is_date, "commit": is_text, "device": is_text, "projection": is_flag, "model": is_text,
-        "precision": is_text, "batch": is_number, "seq": is_number, "rate": is_number, "dropout": is_number,
-        "bias": is_text, "tokens_per_s": is_number, "mfu": or_null(is_number), "ms": by_name(is_number, tuple(CLASSES)),
-        "measured_tokens_per_s": or_null(is_quartiles),
+    "projection": {
+        "date": is_date, "commit": is_text, "device": is_text, "model": is_text, "precision": is_text,
+        "batch": is_number, "seq": is_number, "rate": is_number, "dropout": is_number, "bias": is_text,
+        "products": is_range, "tokens_per_s": is_range, "mfu": is_range, "ms": by_name(is_range, tuple(CLASSES)),
     },
-}  # fmt: skip
-FIT: Mapping[str, Check] = {  # a row of scaling's of that kind
-    "axis": is_text, "model": is_text, "x": lambda value: isinstance(value, list) and len(value) > 1,
-    "exponent": has_numbers("median", "low", "high"), "flop_exponent": is_number,
 }  # fmt: skip
 
 
@@ -131,6 +135,11 @@ class Case:
     @property
     def timed(self) -> dict[str, Row]:
         return {name: row for name, row in self.rows.items() if row["skipped"] is None}
+
+    @property
+    def compared(self) -> bool:
+        """Whether the run came to the contestants' turns."""
+        return any(row["ratios"] for row in self.timed.values())
 
     @property
     def on_gpu(self) -> bool:
@@ -155,8 +164,8 @@ class Case:
 
 @dataclass
 class Results:
-    """cases: the newest of each setting. rows: of the other formats, as they lie in the files. unused: what was not
-    read, and why."""
+    """cases: the newest of each setting, of those that were not cut off if there is one. rows: of the other formats, as
+    they lie in the files. unused: what was not read, and why."""
 
     cases: list[Case]
     rows: dict[str, list[Row]]
@@ -180,11 +189,12 @@ def read(root: Path) -> Results:
                 unused.append(f"{name}: {old} rows of an older format ignored")
         else:
             for where, row in read_lines(path, name):
+                if is_text(row.get("skipped")):  # so that nobody need try again; there is nothing to tabulate
+                    check(row, MACHINE, where)
+                    continue
                 check(row, OTHERS[format_], where)
-                if row.get("kind") == "fit":
-                    check(row, FIT, where)
                 others.setdefault(format_, []).append(row)
-    newest = {case.setting: case for case in sorted(cases, key=lambda case: when(case.shared))}
+    newest = {case.setting: case for case in sorted(cases, key=lambda case: (case.compared, when(case.shared)))}
     order = sorted(newest.values(), key=lambda c: (not c.on_gpu, c.shared["lengths"] != "full", c.setting))
     return Results(order, others, unused)
 
@@ -199,7 +209,7 @@ def read_cases(path: Path, name: str) -> tuple[list[Case], int]:
             continue
         check(row, TIMED if row.get("skipped") is None else CONTESTANT, where)
         case = cases.setdefault((row["date"], *(row[f] for f in SETTING)), Case())
-        if row["model"] in case.rows:
+        if row["model"] in case.rows and case.rows[row["model"]].get("rounds") == row.get("rounds"):
             raise UserError(f"{where}: a second row of {row['model']} in the run of {row['date']}; remove one")
         case.rows[row["model"]] = row
     return [case for case in cases.values() if case.timed], old

@@ -522,10 +522,32 @@ def tile_list(lengths: tuple[int, ...], others: tuple[int, ...], own: int, devic
     """(tiles, 2) int32: sequence and first row of each tile of `own` rows. Sequences with the most rows to walk through
     (`others`) come first, so that the last programs to start are short. Kept by lengths: training on full sequences has
     one list."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("attention: run sequences of these lengths once before a CUDA graph records them")
     order = sorted(range(len(lengths)), key=lambda s: -others[s])
     pairs = [(s, first) for s in order for first in range(0, lengths[s], own)]
     listed = torch.tensor(pairs, dtype=torch.int32).view(-1, 2)
     return listed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else listed
+
+
+@torch.compiler.assume_constant_result  # the lengths are constants of a traced graph, and so is what follows from them
+def tile_lists(
+    queries: tuple[int, ...], keys: tuple[int, ...], head_dim: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The query tiles of the forward kernel and of dq, the key tiles of dkv."""
+    sizes = tiles_for(device, head_dim)
+    fwd = (queries, keys, sizes.fwd.own, device)
+    dq = (queries, keys, sizes.dq.own, device)
+    dkv = (keys, queries, sizes.dkv.own, device)
+    lists = {asked: tile_list(*asked) for asked in (fwd, dq, dkv)}
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _recorded.update(lists)
+    return lists[fwd], lists[dq], lists[dkv]
+
+
+_recorded: dict[Any, Tensor] = {}
+"""Lists that a CUDA graph reads at every replay, one for equal lengths: tile_list may drop its own, and nothing tells
+when the last graph is gone."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from maelm_fast.errors import UserError
+from maelm_fast.errors import UserError, unknown
 
 TABLE_MULTIPLE = 64  # token-table rows are padded to this, for the matrix units
 
@@ -147,6 +147,7 @@ class MaskingConfig:
     """Which tokens are predicted, and what stands in their place."""
 
     rate: float = 0.15
+    """Share of the tokens that is masked."""
     count: Literal["fixed", "stochastic"] = "fixed"
     """fixed: round(rate * n) tokens of n (static shapes). stochastic: floor(rate * n + u), u uniform per sequence
     (released code)."""
@@ -174,10 +175,13 @@ class OptimConfig:
     """AdamW, linear warm-up, linear decay to 0. Update k, counting from 0, uses lr(k); lr(0) = 0 (released code)."""
 
     lr: float = 5e-4
+    """Peak learning rate."""
     batch_size: int = 2048
     """Sequences per update, over all its micro-batches."""
     max_steps: int = 125_000
-    warmup_steps: int = 10_000
+    """Updates in all."""
+    warmup_steps: float = 10_000
+    """Updates of warm-up; below 1, their share of max_steps. A configuration, once made, has the number."""
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-6
     weight_decay: float = 0.01
@@ -190,10 +194,14 @@ class OptimConfig:
         require(self.lr > 0, f"optim.lr must be positive, not {self.lr}")
         require(self.batch_size > 0, f"optim.batch_size must be positive, not {self.batch_size}")
         require(self.max_steps > 0, f"optim.max_steps must be positive, not {self.max_steps}")
+        share = 0 < self.warmup_steps < 1
+        warmup = round(self.warmup_steps * self.max_steps) if share else self.warmup_steps
         require(
-            0 <= self.warmup_steps < self.max_steps,
-            f"optim.warmup_steps {self.warmup_steps} must be at least 0 and below optim.max_steps {self.max_steps}",
+            0 <= warmup < self.max_steps and warmup == int(warmup),
+            f"optim.warmup_steps {self.warmup_steps} must be a whole number, at least 0 and below optim.max_steps "
+            f"{self.max_steps}, or a share of it",
         )
+        object.__setattr__(self, "warmup_steps", int(warmup))
         require(
             all(0.0 <= beta < 1.0 for beta in self.betas), f"optim.betas must lie in [0, 1), not {list(self.betas)}"
         )
@@ -210,9 +218,9 @@ class BackendConfig:
     mask_and_pack: Literal["auto", "host", "triton", "reference"] = "auto"
     """host: on the CPU, in the loader. triton and reference: on the training device. auto: host."""
     embed_packed: Literal["auto", "triton", "native", "reference"] = "auto"
-    attention: Literal[
-        "auto", "flash", "torch", "triton", "xformers", "flex", "native", "grouped", "reference"
-    ] = "auto"  # fmt: skip
+    attention: Literal["auto", "flash", "torch", "triton", "xformers", "flex", "native", "grouped", "reference"] = (
+        "auto"
+    )
     """flash, torch, xformers: flash-attn, torch.nn.attention.varlen and xformers, without bias and dropout. flex:
     FlexAttention, without dropout. native: C++ for the CPU. grouped: sequences of like length together, in
     PyTorch, for the CPU."""
@@ -228,6 +236,7 @@ class RuntimeConfig:
     """How the run is carried out and watched. Changes speed and files, not what is computed (up to rounding)."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: the GPU if there is one."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """bf16: autocast over fp32 master weights. auto: bf16, but fp32 on a CPU without bf16 matrix instructions."""
     micro_batch_size: int = 32
@@ -263,7 +272,7 @@ class MetricsConfig:
     """What is measured of the model as it trains, beside its loss. Changes nothing else."""
 
     rank_every: int = 1000
-    """Updates between measurements of the representations' effective rank (analysis/live.py); 0 is never."""
+    """Updates between measurements of the representations' effective rank (training/live.py); 0 is never."""
 
     def __post_init__(self) -> None:
         require(self.rank_every >= 0, f"metrics.rank_every must not be negative (0 is never), not {self.rank_every}")
@@ -308,23 +317,13 @@ def from_dict(cls: type, data: dict[str, Any], path: str = "") -> Any:
     hints = get_type_hints(cls)
     require(isinstance(data, dict), f"config: {path or 'the file'} must be a mapping")
     for key in data:
-        require(key in hints, f"config: unknown key '{path}{key}'; known: {', '.join(hints)}")
+        if key not in hints:
+            raise UserError(f"config: {unknown('key', path + key, [path + name for name in hints])}")
     values = {}
     for name, value in data.items():
         choices = get_args(hints[name]) if get_origin(hints[name]) is Literal else (value,)
         require(value in choices, f"config: {path}{name} is one of {', '.join(map(str, choices))}, not {value}")
-        sub = SECTIONS.get((cls, name))
-        values[name] = (
-            from_dict(sub, value, f"{path}{name}.") if sub else tuple(value) if isinstance(value, list) else value
-        )
+        section = dataclasses.is_dataclass(hints[name])
+        made = from_dict(hints[name], value, f"{path}{name}.") if section else value
+        values[name] = tuple(made) if isinstance(made, list) else made
     return cls(**values)
-
-
-SECTIONS: dict[tuple[type, str], type] = {
-    (RunConfig, "model"): ModelConfig,
-    (RunConfig, "masking"): MaskingConfig,
-    (RunConfig, "optim"): OptimConfig,
-    (RunConfig, "runtime"): RuntimeConfig,
-    (RunConfig, "metrics"): MetricsConfig,
-    (RuntimeConfig, "backend"): BackendConfig,
-}

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from maelm_fast.config import MaskingConfig, ModelConfig, OptimConfig, RunConfig, RuntimeConfig
-from maelm_fast.errors import UserError
+from maelm_fast.errors import UserError, unknown
 
 _PRESETS: dict[str, Callable[[], RunConfig]] = {}
 _DESCRIPTIONS: dict[str, str] = {}
@@ -37,7 +37,7 @@ def names() -> list[str]:
 def get(name: str) -> RunConfig:
     """The preset of exactly that name, or UserError listing the names there are."""
     if name not in _PRESETS:
-        raise UserError(f"unknown preset '{name}'; there are: {', '.join(_PRESETS)}")
+        raise unknown("preset", name, _PRESETS)
     return _PRESETS[name]()
 
 
@@ -80,7 +80,7 @@ def variant(config: RunConfig, name: str) -> RunConfig:
     decoder's layers; halves round up. Raises UserError for an unknown name and where the row cannot be had: of a
     configuration without decoder, or if rounding leaves nothing changed (half of one layer)."""
     if name not in VARIANTS:
-        raise UserError(f"unknown variant '{name}'; there are: {', '.join(VARIANTS)}")
+        raise unknown("variant", name, VARIANTS)
     row = VARIANTS[name]
     if row.needs_decoder and config.model.decoder == "none":
         raise UserError(f"variant {name} changes a MAE-LM, and model.decoder is none: start from one with a decoder")

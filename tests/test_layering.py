@@ -9,24 +9,27 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "maelm_fast"
-LEAVES = {"errors", "config", "batch", "philox", "native"}
+LEAVES = {"errors", "config", "batch", "masking", "philox", "native", "stop", "work"}
 MAY_IMPORT = {
     "errors": set(),
     "config": {"errors"},
     "batch": set(),
+    "masking": {"config"},
     "philox": set(),
     "native": set(),
+    "stop": set(),
+    "work": {"config", "errors", "stop"},
     "presets": {"config", "errors"},
     "kernels": set(),
     "ops": LEAVES | {"kernels"},
     "model": LEAVES | {"ops"},
-    "data": LEAVES,
+    "data": LEAVES | {"ops"},
     "training": LEAVES | {"presets", "model", "data", "ops"},
     "analysis": LEAVES | {"presets", "model", "data", "training", "ops"},
     "export": LEAVES | {"presets", "model", "data", "training", "ops"},
     "finetuning": LEAVES | {"presets", "model", "data", "training", "ops", "analysis", "export"},
-    "experiments": LEAVES | {"presets", "model", "data", "training", "analysis", "finetuning"},
-    "cli": LEAVES | {"presets", "model", "data", "training", "analysis", "export", "finetuning", "experiments", "ops"},
+    "paper": LEAVES | {"presets", "model", "data", "training", "ops", "analysis", "export", "finetuning"},
+    "cli": LEAVES | {"presets", "model", "data", "training", "analysis", "export", "finetuning", "paper", "ops"},
 }
 STANDS_ALONE = (
     PACKAGE / "export" / "modeling_maelm.py"
@@ -69,6 +72,50 @@ def test_parts_import_only_what_lies_below_them() -> None:
     assert not wrong
 
 
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def circle_in(arrows: dict[str, set[str]]) -> list[str]:
+    """A way along the arrows that ends where it began, or [] if there is none."""
+    finished: set[str] = set()
+
+    def search(name: str, way: list[str]) -> list[str]:
+        if name in way:
+            return [*way[way.index(name) :], name]
+        if name not in finished:
+            for other in sorted(arrows[name]):
+                if found := search(other, [*way, name]):
+                    return found
+            finished.add(name)
+        return []
+
+    return next((found for name in sorted(arrows) if (found := search(name, []))), [])
+
+
+def files_imported(path: Path, files: set[str]) -> set[str]:
+    """Of the package's files those that this one imports. `from package import module` means the module."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found = [(f"{node.module}.{alias.name}", node.module or "") for alias in node.names]
+            names |= {module if module in files else parent for module, parent in found}
+    return names & files
+
+
+def test_no_circle_of_imports_between_files() -> None:
+    """Imports inside functions and for annotations count too."""
+    files = {module_of(path): path for path in sources()}
+    assert not circle_in({name: files_imported(path, set(files)) for name, path in files.items()})
+
+
+def test_a_circle_is_found() -> None:
+    assert circle_in({"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"b"}}) == ["b", "d", "b"]
+    assert circle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
 def test_the_package_imports_neither_tests_nor_benchmarks() -> None:
     for path in sources():
         assert not {m.split(".")[0] for m in imported(path)} & {"tests", "benchmarks"}, path
@@ -90,6 +137,21 @@ def test_no_build_products_in_git() -> None:
         assert not bad
 
 
+ONCE = {"Stopped": "stop.py", "StopSignals": "stop.py", "lock": "work.py", "Ledger": "work.py"}
+"""Ideas that once stood in several rooms under one name or several."""
+
+
+def test_what_is_defined_once() -> None:
+    places: dict[str, list[str]] = {name: [] for name in [*ONCE, "a file lock"]}
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in ONCE:
+                places[node.name].append(str(path.relative_to(PACKAGE)))
+        if imported(path) & {"fcntl", "filelock"}:
+            places["a file lock"].append(str(path.relative_to(PACKAGE)))
+    assert places == {name: [place] for name, place in {**ONCE, "a file lock": "work.py"}.items()}
+
+
 def test_one_op_one_name_five_places() -> None:
     """Kernel or compiled source, public op, reference, test, benchmark."""
     from benchmarks.registry import ENTRIES
@@ -107,7 +169,7 @@ def test_one_op_one_name_five_places() -> None:
     assert kernels <= set(names)
 
 
-PLUMBING = {"__init__", "dispatch", "registration"}
+PLUMBING = {"__init__", "attention_inputs", "dispatch", "registration"}
 
 
 def test_kernels_are_imported_as_part_of_the_package_only() -> None:

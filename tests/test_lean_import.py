@@ -6,15 +6,27 @@ import subprocess
 import sys
 import textwrap
 
+from tests.waiting import HANG
+
 HEAVY = (
-    "transformers", "accelerate", "sklearn", "scipy", "matplotlib", "flash_attn", "xformers",  # the extras
-    "datasets", "triton", "jsonargparse", "tokenizers", "pyarrow",
-)  # fmt: skip
+    "transformers",
+    "accelerate",
+    "sklearn",
+    "scipy",
+    "matplotlib",
+    "flash_attn",
+    "xformers",  # the extras
+    "datasets",
+    "triton",
+    "jsonargparse",
+    "tokenizers",
+    "pyarrow",
+)
 
 
 def run(code: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False, timeout=HANG
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -33,12 +45,15 @@ def test_importing_the_package_loads_nothing_optional() -> None:
     assert out.split("\n")[:2] == ["[]", "False"]
 
 
-def test_importing_the_package_beside_torch_takes_under_two_seconds() -> None:
+def test_importing_the_package_costs_less_than_importing_torch() -> None:
+    """In CPU time of one process, so that neither the machine nor its load matters."""
     out = run("""
-        import time, torch
-        start = time.perf_counter()
+        import time
+        start = time.process_time()
+        import torch
+        before = time.process_time()
         import maelm_fast, maelm_fast.presets
         from maelm_fast.model.maelm import MaeLm
-        print(time.perf_counter() - start)
+        print((time.process_time() - before) / (before - start))
     """)
-    assert float(out) < 2.0
+    assert float(out) < 1.0

@@ -10,8 +10,9 @@ import torch
 
 from maelm_fast import presets
 from maelm_fast.config import ModelConfig, RunConfig, from_dict, to_dict
-from maelm_fast.data.masking import Vocabulary, pack
+from maelm_fast.data.masking import pack
 from maelm_fast.errors import UserError
+from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.flops import training_flops
 from maelm_fast.model.maelm import MaeLm
 
@@ -34,9 +35,19 @@ def test_table_3(name: str, prefix: str) -> None:
     run = presets.get(prefix + name)
     o, m = run.optim, run.model
     assert (
-        o.max_steps, o.lr, o.batch_size, o.warmup_steps, m.max_positions, m.relative_buckets, m.relative_max_distance,
-        o.eps, o.betas, o.clip_norm, m.dropout, o.weight_decay,
-    ) == TABLE_3[name]  # fmt: skip
+        o.max_steps,
+        o.lr,
+        o.batch_size,
+        o.warmup_steps,
+        m.max_positions,
+        m.relative_buckets,
+        m.relative_max_distance,
+        o.eps,
+        o.betas,
+        o.clip_norm,
+        m.dropout,
+        o.weight_decay,
+    ) == TABLE_3[name]
     assert (m.num_layers, m.hidden_size, m.num_heads, m.decoder_layers, m.vocab_size) == SHAPES[name]
     assert run.masking.rate == 0.15
     assert run.masking.policy == "mask"
@@ -69,7 +80,7 @@ def test_every_preset_computes_a_loss_when_shrunk(name: str) -> None:
     model = MaeLm(run.model)
     rows = [np.arange(5, 45), np.arange(100, 117)]
     vocabulary = Vocabulary(300, 299, (0, 1, 2, 3, 299))
-    batch = pack(rows, np.arange(2), np.zeros(2, int), run.masking, vocabulary, 0, model.encoder_sees_mask)
+    batch = pack(rows, np.arange(2), np.zeros(2, int), Masker(run.masking, vocabulary, 0, model.encoder_sees_mask))
     loss, _ = model(batch)
     loss.backward()
     assert torch.isfinite(loss)
@@ -167,7 +178,7 @@ def test_variants_of_a_configuration_without_decoder() -> None:
             with pytest.raises(UserError, match=f"variant {name} changes a MAE-LM"):
                 presets.variant(roberta, name)
     assert presets.variant(roberta, "mask40").masking.rate == 0.4
-    with pytest.raises(UserError, match=r"unknown variant 'delta'; there are: mlm, .*mask40"):
+    with pytest.raises(UserError, match=r"unknown variant 'delta', did you mean 'delta_1'\? there are: mlm, .*mask40"):
         presets.variant(presets.get("small"), "delta")
 
 
@@ -192,7 +203,7 @@ def test_sizes_of_base() -> None:
 
 @pytest.mark.parametrize(("name", "mflops"), [("base", 651.9), ("roberta_base", 555.3), ("base_cross", 545.0)])
 def test_flops_per_token_of_full_sequences(name: str, mflops: float) -> None:
-    """The counting of the roofline: 512 tokens, 15% masked (77 of 512 here), last-layer saving."""
+    """The counting of the projection: 512 tokens, 15% masked (77 of 512 here), last-layer saving."""
     per_token = training_flops(presets.get(name).model, [435], [512], [77]) / 512 / 1e6
     assert per_token == pytest.approx(mflops, rel=2e-3)
 

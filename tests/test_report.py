@@ -86,6 +86,26 @@ def test_newest_case_of_a_setting_counts_whole(root: Path) -> None:
     assert [c.on_gpu for c in cases] == [True, False, False]
 
 
+def test_the_last_row_of_a_contestant_counts_and_a_run_that_was_cut_off_only_if_there_is_no_other(root: Path) -> None:
+    alone = [row | {"rounds": 1, "ratios": {}} for row in contestants({"base": 150.0, "hf": 90.0}, minute=3)]
+    put(root, alone[:1])
+    assert rows.read(root).cases[0].rows["base"]["rounds"] == 1
+    put(root, [*alone[1:], *contestants({"base": 190.0}, minute=3), skipped("hf", "out of memory", minute=3)])
+    (case,) = rows.read(root).cases
+    assert (case.rows["base"]["tokens_per_s"]["median"], case.rows["hf"]["skipped"]) == (190.0, "out of memory")
+    put(root, contestants(SPEEDS, minute=1))
+    (case,) = rows.read(root).cases
+    assert list(case.rows) == list(SPEEDS)  # older, but compared
+
+
+def test_rows_of_what_did_not_run_are_no_part_of_the_tables(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (machine,) = contestants({"base": 1.0})
+    for name in ("ops_cuda.jsonl", "attention_cuda.jsonl"):
+        put(root, [{**machine, "contestant": "flex", "skipped": "RuntimeError: no"}], name)
+    assert rows.read(root).rows == {}
+    assert "flex" not in printed(root, capsys)
+
+
 def test_older_format_and_unknown_files_are_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(root, [{"date": "2026-11-21T10:00:00+00:00", "ratio_to_hf": None}] * 3)
     put(root, [{"x": 1}], "other.jsonl")
@@ -202,7 +222,7 @@ def test_attention_table_and_its_goals(root: Path, capsys: pytest.CaptureFixture
     assert "plain varlen >= 0.75: met; flex >= 1.5: not met" in out
 
 
-def test_loader_and_scaling_tables(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_loaders_table(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = {name: op_row("", "", "", 1.0)[name] for name in ("date", "commit", "device", "threads", "load", "torch")}
     loader = machine | {
         "store": "synthetic", "mode": "full", "masks": "host", "micro_batch": 256, "fill": {"all": 1.0},
@@ -214,26 +234,25 @@ def test_loader_and_scaling_tables(root: Path, capsys: pytest.CaptureFixture[str
         for size, workers, speed in speeds
     ]
     put(root, [*found, found[0] | {"micro_batch": 32}], "loader.jsonl")
-    fit = {"kind": "fit", "axis": "width", "model": "mae", "x": [128, 512], "flop_exponent": 1.8, "exponent": {
-        "median": 1.6, "low": 1.5, "high": 1.7}}  # fmt: skip
-    put(root, [machine | {"kind": "point"}, machine | fit], "scaling_cpu.jsonl")
     out = printed(root, capsys)
     assert "full, 10 MB     host   256          0                 31.0 [30.1, 32.2]" in out
     assert [out.count(f">= 20: {verdict}") for verdict in ("met", "not met")] == [1, 2]
     assert "11.0 [" not in out  # loader processes on a smaller store
-    assert "128 to 512  x^1.60 [1.50, 1.70]     x^1.80" in out
 
 
-def test_a_projection_is_called_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_projection_is_called_one_and_is_a_range(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = {name: op_row("", "", "", 1.0)[name] for name in ("date", "commit")} | {
-        "device": "NVIDIA A100", "projection": True, "model": "base", "precision": "bf16", "batch": 256, "seq": 512,
-        "rate": 0.15, "dropout": 0.0, "bias": "none", "tokens_per_s": 240e3, "mfu": 0.5, "ms": {"gemm": 400.0},
-        "measured_tokens_per_s": None,
+        "device": "NVIDIA A100", "model": "base", "precision": "bf16", "batch": 256, "seq": 512, "rate": 0.15,
+        "dropout": 0.0, "bias": "none", "products": [0.65, 0.75], "tokens_per_s": [220_000, 240_000],
+        "mfu": [0.45, 0.5], "ms": {kind: [12.0, 12.0] for kind in CLASSES} | {"gemm": [400.0, 350.0]},
     }  # fmt: skip
-    put(root, [row, row | {"device": H200}], "roofline_gpu.jsonl")
+    put(root, [row, row | {"dropout": 0.1}, row | {"device": H200}], "projection.jsonl")
     out = printed(root, capsys)
-    assert "Roofline: a projection, NVIDIA A100, bf16, 256 x 512 tokens, 15% masked, dropout 0, no bias" in out
-    assert out.count(">= 230,000: met") == 1  # the H200's goal is not for projections
+    assert "Projection, not a measurement: NVIDIA A100, bf16, 256 x 512 tokens, 15% masked" in out
+    assert out.count("220,000 to 240,000") == 3
+    assert out.count("400 to 350") == 3
+    assert "products at 0.65 to 0.75 of the peak" in out
+    assert ">=" not in out  # no goal is met by arithmetic
     assert report.NO_GPU in out
 
 

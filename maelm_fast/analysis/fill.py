@@ -51,7 +51,7 @@ def fill(run: LoadedRun, texts: list[str], top: int = 5) -> list[list[list[Candi
         for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
     ]
     per_text = iter(rows)
-    return [[next(per_text) for _ in range(count)] for count in batch.masked_lengths]
+    return [[next(per_text) for _ in range(count)] for count in batch.masked.lengths]
 
 
 def best_text(run: LoadedRun, text: str, candidates: list[list[Candidate]]) -> str:
@@ -63,7 +63,8 @@ def best_text(run: LoadedRun, text: str, candidates: list[list[Candidate]]) -> s
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a text with <mask>, in the form of a pretraining sample."""
+    """Token ids of a text with <mask> or [MASK], in the form of a pretraining sample."""
+    text = text.replace("[MASK]", "<mask>").replace("<mask>", special_names(tokenizer)["mask"])
     if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
         tokenizer = Tokenizer.from_str(tokenizer.to_str())
         # It would put a space before each stretch between masks; only the start of a line has one in pretraining.

@@ -2,81 +2,71 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from maelm_fast.cli.common import OneLineParser
+from maelm_fast.cli.common import Settings, option, parse, run_command
 from maelm_fast.config import require
-from maelm_fast.data.prepare import PrepareConfig, prepare
-from maelm_fast.data.token_store import Manifest, Split, TokenStore
+
+if TYPE_CHECKING:
+    from maelm_fast.data.token_store import Manifest, Split, TokenStore
 
 SHOWN_CHARS = 1000
+COMMANDS = {"prepare": "text to a token store; a killed run is gone on with", "show": "what is in a token store"}
+PREPARE_EXAMPLES = """
+    maelm-fast data prepare corpus/ --out store
+    maelm-fast data prepare 'wiki/*.jsonl.xz' hf:NAME --out store --text-field content --cased
+    maelm-fast data prepare train.txt --out store --validation-input heldout.txt --vocab-size 8192 --seq-len 128
+"""
+SHOW_EXAMPLES = """
+    maelm-fast data show store
+    maelm-fast data show store --samples 3
+    maelm-fast data show store --verify
+"""
+PREPARE_CHANGES: Settings = {
+    "inputs": {"positional": True, "metavar": "INPUT"},
+    "sample_mode": {"aliases": ("--mode",)},
+    "workers": {"more": True},
+    "validation_inputs": {"aliases": ("--validation-input",)},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions:
+    """What is in a token store."""
+
+    store: Path = option(positional=True)
+    """Made by 'data prepare'."""
+    samples: int = 0
+    """Also so many decoded samples of each split."""
+    verify: bool = False
+    """Also read everything and compare checksums."""
 
 
 def main(argv: list[str]) -> int:
-    parser = OneLineParser(prog="maelm-fast data", description="Make a token store from text, or look into one.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _prepare_arguments(commands.add_parser("prepare", help="text to a token store; a killed run is gone on with"))
-    _show_arguments(commands.add_parser("show", help="what is in a token store"))
-    options = parser.parse_args(argv)
-    options.run(options)
+    return run_command("maelm-fast data", COMMANDS, {"prepare": _prepare, "show": _show}.__getitem__, argv)
+
+
+def _prepare(argv: list[str]) -> int:
+    from maelm_fast.data.prepare import PrepareConfig, prepare
+
+    config: PrepareConfig = parse(
+        "data prepare", argv, PrepareConfig, examples=PREPARE_EXAMPLES, change=PREPARE_CHANGES
+    )
+    both = bool(config.validation_inputs) and config.validation != PrepareConfig.validation
+    require(not both, "--validation is a share of the inputs, --validation-inputs names others: remove one of the two")
+    manifest = prepare(config, log=lambda line: print(line, file=sys.stderr, flush=True))
+    print(_table(manifest))
+    print(f"store: {config.out}")
     return 0
 
 
-def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=_prepare)
-    add = parser.add_argument
-    add("inputs", nargs="+", metavar="INPUT", help="file or glob (.txt, .jsonl, also .xz .gz .zst; .parquet), "
-        "hf:NAME[:CONFIG] (Hugging Face dataset, split train), or 'embedded' (text found on this machine)")  # fmt: skip
-    add("--out", required=True, type=Path, metavar="STORE", help="the directory to make")
-    add("--vocab-size", type=int, metavar="N", help="of the tokenizer trained (default: 32768; with --cased 64000)")
-    add("--cased", action="store_true", help="keep upper case")
-    add("--tokenizer", type=Path, metavar="FILE", help="use this tokenizer.json, train none")
-    add("--mode", choices=["full", "document"], default="full", help="full: samples of exactly --seq-len tokens, cut "
-        "from all text end to end (default); document: whole lines of a document, at most --seq-len")  # fmt: skip
-    add("--seq-len", type=int, default=512, metavar="N", help="tokens of a sample, <s> included (default: 512)")
-    validation = parser.add_mutually_exclusive_group()
-    validation.add_argument("--validation", type=float, default=0.01, metavar="F",
-                            help="share of the documents, chosen by a hash of their text (default: 0.01)")  # fmt: skip
-    validation.add_argument("--validation-input", action="append", default=[], metavar="INPUT",
-                            help="validate on these instead; may be repeated")  # fmt: skip
-    add("--text-field", default="text", metavar="NAME", help="field or column with the text (default: text)")
-    add("--seed", type=int, default=0, metavar="N", help="changes which documents go to validation (default: 0)")
-    add("--workers", type=int, metavar="N", help="tokenising processes (default: one per core); the result is the same")
+def _show(argv: list[str]) -> int:
+    from maelm_fast.data.token_store import Manifest, TokenStore
 
-
-def _show_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=_show)
-    parser.add_argument("store", type=Path, metavar="STORE")
-    parser.add_argument("--samples", type=int, default=0, metavar="K", help="also K decoded samples of each split")
-    parser.add_argument("--verify", action="store_true", help="also read everything and compare checksums")
-
-
-def _prepare(options: argparse.Namespace) -> None:
-    workers = {} if options.workers is None else {"workers": options.workers}
-    config = PrepareConfig(
-        inputs=tuple(options.inputs),
-        out=options.out,
-        tokenizer=options.tokenizer,
-        vocab_size=options.vocab_size,
-        cased=options.cased,
-        sample_mode=options.mode,
-        seq_len=options.seq_len,
-        validation=options.validation,
-        validation_inputs=tuple(options.validation_input),
-        text_field=options.text_field,
-        seed=options.seed,
-        **workers,
-    )
-    manifest = prepare(config, log=lambda line: print(line, file=sys.stderr, flush=True))
-    print(_table(manifest))
-    print(f"store: {options.out}")
-
-
-def _show(options: argparse.Namespace) -> None:
+    options: ShowOptions = parse("data show", argv, ShowOptions, examples=SHOW_EXAMPLES)
     require(options.samples >= 0, f"--samples must not be negative, not {options.samples}")
     stores = [TokenStore(options.store, split) for split in Manifest.read(options.store).splits]
     print(_table(stores[0].manifest))
@@ -88,10 +78,13 @@ def _show(options: argparse.Namespace) -> None:
     if options.samples:
         for store in stores:
             _print_samples(store, options.samples)
+    return 0
 
 
 def _print_samples(store: TokenStore, count: int) -> None:
     """`count` samples spread evenly over the split, special tokens shown, cut for the screen."""
+    import numpy as np
+
     tokenizer = store.tokenizer()
     for index in np.linspace(0, len(store) - 1, min(count, len(store))).astype(int).tolist():
         text = tokenizer.decode(store[index].tolist(), skip_special_tokens=False)

@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from maelm_fast import presets
 from maelm_fast.analysis.effective_rank import REPORT_FILE, measure
 from maelm_fast.analysis.fill import fill
-from maelm_fast.analysis.live import live_metric
 from maelm_fast.analysis.plots import plot_ranks, plot_runs, require_matplotlib
-from maelm_fast.cli.common import OneLineParser
+from maelm_fast.cli.common import parse
 from maelm_fast.config import require
 from maelm_fast.data.prepare import PrepareConfig, prepare
 from maelm_fast.data.token_store import TokenStore
@@ -35,10 +35,23 @@ TEXTS = (
 )
 
 
+EXAMPLES = """
+    maelm-fast demo
+    maelm-fast demo --out elsewhere
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Text to exported encoder in a few minutes, on the English that this machine has."""
+
+    out: Path = Path("demo-run")
+    """Where everything goes."""
+
+
 def main(argv: list[str]) -> int:
-    parser = OneLineParser(prog="maelm-fast demo", description="Pretrain a tiny encoder on this machine's own English.")
-    parser.add_argument("--out", metavar="DIR", default="demo-run", help="where everything goes (default: demo-run)")
-    out = Path(parser.parse_args(argv).out)
+    options: Options = parse("demo", argv, Options, examples=EXAMPLES)
+    out = options.out
     require_matplotlib()  # now, rather than after the training
     store, run, hf = out / "store", out / "run", out / "hf"
     require(run.exists() or not hf.exists(), f"{hf} is not of an earlier demo: choose another --out")
@@ -56,7 +69,7 @@ def main(argv: list[str]) -> int:
     )
 
     _title(2, f"pretraining: preset {PRESET}, masked tokens removed from the encoder's input")
-    pretrain(PRESET, config, str(store), str(run), live_metric=live_metric)
+    pretrain(PRESET, config, str(store), str(run))
 
     _title(3, "report")
     loaded, report = load_run(run), RunDir(run).report

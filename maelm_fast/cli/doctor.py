@@ -20,21 +20,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from maelm_fast import __version__
-from maelm_fast.cli.common import OneLineParser
+from maelm_fast.config import require
 
 PYTHON = (3, 11)
 TORCH = (2, 11)
-REQUIRED = (
-    "torch", "numpy", "pyarrow", "datasets", "tokenizers", "jsonargparse", "pyyaml", "rich", "safetensors",
-)  # fmt: skip
+REQUIRED = "torch numpy pyarrow datasets tokenizers jsonargparse pyyaml rich safetensors filelock".split()
 OPTIONAL = {
-    "transformers": ("hf", "export to Hugging Face and its reload check, 'finetune', 'sweep' and 'prompt'"),
-    "accelerate": ("hf", "training an exported model with the Hugging Face Trainer"),
-    "matplotlib": ("plot", "'plot', 'rank', 'theory', 'demo', reports of 'finetune', 'sweep' and 'reproduce'"),
-    "scikit-learn": ("finetune", "'finetune', 'sweep' and 'prompt': metrics and baselines"),
-    "scipy": ("finetune", "'finetune', 'sweep' and 'prompt': correlations"),
+    "transformers": "export to Hugging Face and its reload check, 'finetune' and 'paper'",
+    "accelerate": "training an exported model with the Hugging Face Trainer",
+    "matplotlib": "'plot', 'rank', 'demo', reports of 'finetune' and 'paper'",
+    "scikit-learn": "'finetune' and 'paper': metrics and baselines",
+    "scipy": "'finetune' and 'paper': correlations",
 }
-"""Package: the extra it belongs to, what is lost without it."""
+"""Package: what is lost without it."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,12 @@ class Row:
 
 
 def main(argv: list[str]) -> int:
-    parser = OneLineParser(prog="maelm-fast doctor", description="Check what is installed and what can run here.")
-    parser.parse_args(argv)
+    if argv:
+        require(
+            argv[0] in ("-h", "--help", "--help-all"), f"doctor takes no '{argv[0]}', nor anything else: leave it out"
+        )
+        print(f"usage: maelm-fast doctor\n\n{str(__doc__).partition(': ')[2].partition('.')[0]}.")
+        return 0
     sections = {"packages": package_rows()}
     failed = [row for row in sections["packages"] if row.state == "fail"]
     if not failed:
@@ -81,8 +83,8 @@ def package_rows() -> list[Row]:
             rows.append(Row(name, f"{version}: {_dotted(TORCH)} or newer is needed: {remedy}", "fail"))
         else:
             rows.append(Row(name, version))
-    for name, (extra, purpose) in OPTIONAL.items():
-        missing = f'not installed; without it no {purpose}: pip install "maelm_fast[{extra}]"'
+    for name, purpose in OPTIONAL.items():
+        missing = f"not installed; without it no {purpose}: pip install {name}"
         version = _version(name)
         rows.append(Row(name, version or missing, "ok" if version else "note"))
     triton = _version("triton")
@@ -253,14 +255,15 @@ def _try_mask_and_pack(backend: str, device: str) -> None:
 
     from maelm_fast import ops
     from maelm_fast.config import MaskingConfig
-    from maelm_fast.data.masking import Vocabulary, pack
+    from maelm_fast.data.masking import pack
+    from maelm_fast.masking import Masker, Vocabulary
 
-    vocabulary, ids = Vocabulary(20, 19, (0, 19)), np.arange(1, 15)
+    masker = Masker(MaskingConfig(), Vocabulary(20, 19, (0, 19)), seed=0, encoder_sees_mask=False)
+    ids = np.arange(1, 15)
     if backend == "host":
-        pack([ids], np.zeros(1, np.int64), np.zeros(1, np.int64), MaskingConfig(), vocabulary, 0, False)
+        pack([ids], np.zeros(1, np.int64), np.zeros(1, np.int64), masker)
     else:
-        tokens = torch.from_numpy(ids).int().to(device)
-        ops.mask_and_pack(tokens, [14], [0], [0], MaskingConfig(), vocabulary, 0, False, backend=backend)
+        ops.mask_and_pack(torch.from_numpy(ids).int().to(device), [14], [0], [0], masker, backend=backend)
 
 
 def _try_attention(backend: str, device: str) -> None:
@@ -294,14 +297,15 @@ def self_test_rows() -> list[Row]:
     import torch
 
     from maelm_fast import presets
-    from maelm_fast.data.masking import Vocabulary, pack
+    from maelm_fast.data.masking import pack
+    from maelm_fast.masking import Masker, Vocabulary
     from maelm_fast.model.maelm import MaeLm
 
     smaller = {"vocab_size": 320, "num_layers": 2, "hidden_size": 64, "num_heads": 2}
     config = presets.change(presets.tiny(), model=smaller)
-    vocabulary = Vocabulary(320, 319, (0, 1, 2, 3, 319))
+    masker = Masker(config.masking, Vocabulary(320, 319, (0, 1, 2, 3, 319)), seed=0, encoder_sees_mask=False)
     sequences = [np.arange(4, 4 + n) for n in (32, 20)]
-    batch = pack(sequences, np.arange(2), np.zeros(2, np.int64), config.masking, vocabulary, 0, encoder_sees_mask=False)
+    batch = pack(sequences, np.arange(2), np.zeros(2, np.int64), masker)
 
     def step(device: str) -> str:
         start = time.perf_counter()

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
-from maelm_fast.analysis.fill import best_text, fill
-from maelm_fast.cli.common import OneLineParser
-from maelm_fast.training.rundir import load_run
+from dataclasses import dataclass
+from pathlib import Path
+
+from maelm_fast.cli.common import option, parse
+
+EXAMPLES = """
+    maelm-fast fill runs/base "the cat <mask> on the mat"
+    maelm-fast fill runs/base "the [MASK] of the file" --top 10
+    maelm-fast fill runs/base --step 20000 "a list <mask> strings" "without warranty of any <mask>"
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Fill every <mask> in a text with what a run's model finds likeliest."""
+
+    run: Path = option(positional=True)
+    """Run directory."""
+    texts: tuple[str, ...] = option(positional=True, literal=True, metavar="TEXT")
+    """With <mask>, or [MASK], where a token is to be found."""
+    top: int = 5
+    """Candidates shown for each <mask>."""
+    step: int | None = None
+    """Checkpoint to read (default: the newest)."""
 
 
 def main(argv: list[str]) -> int:
-    parser = OneLineParser(prog="maelm-fast fill", description="Fill every <mask> in a text.")
-    parser.add_argument("run", metavar="RUN", help="run directory")
-    parser.add_argument("texts", metavar="TEXT", nargs="+", help='for example "the cat <mask> on the mat"')
-    parser.add_argument("--top", type=int, default=5, help="candidates shown for each <mask> (default: 5)")
-    parser.add_argument("--step", type=int, help="checkpoint to read (default: the newest)")
-    options = parser.parse_args(argv)
+    options: Options = parse("fill", argv, Options, examples=EXAMPLES)
+    from maelm_fast.analysis.fill import best_text, fill
+    from maelm_fast.training.rundir import load_run
 
-    run = load_run(options.run, options.step)
-    for text, masks in zip(options.texts, fill(run, options.texts, options.top), strict=True):
+    run, texts = load_run(options.run, options.step), list(options.texts)
+    for text, masks in zip(texts, fill(run, texts, options.top), strict=True):
         print(text)
         for number, candidates in enumerate(masks, 1):
             for place, candidate in enumerate(candidates):

@@ -1,67 +1,78 @@
-"""`maelm-fast pretrain PRESET --data STORE --out RUN`: a preset, changed by YAML files and dotted options in turn.
-
-jsonargparse reads the dataclasses of config.py, so every field is an option, typed and documented there.
-"""
+"""`maelm-fast pretrain PRESET --data STORE --out RUN`: a preset, changed by YAML files and options in turn; every field
+of RunConfig is an option."""
 
 from __future__ import annotations
 
-import dataclasses
-from argparse import ArgumentError
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings  # type: ignore[attr-defined]
-
 from maelm_fast import presets
-from maelm_fast.cli.common import user_error
-from maelm_fast.config import SECTIONS, RunConfig, from_dict, to_dict
+from maelm_fast.cli.common import option, parse
+from maelm_fast.config import RunConfig, to_dict
 from maelm_fast.errors import UserError
 
-_EPILOG = "Options are taken in the order given: a later --config or option overrides an earlier one."
+EXAMPLES = """
+    maelm-fast pretrain tiny --data store --out runs/tiny
+    maelm-fast pretrain small --data store --out runs/short --steps 5000 --lr 1e-3
+    maelm-fast pretrain base --data store --out runs/base40 --masking.rate 0.4 --config mine.yaml
+"""
+MAIN = (
+    "optim.lr optim.batch_size optim.max_steps optim.warmup_steps masking.rate model.dropout runtime.device "
+    "runtime.micro_batch_size seed"
+).split()
+ALIASES = {
+    "optim.lr": "--lr",
+    "optim.batch_size": "--batch-size",
+    "optim.max_steps": "--steps",
+    "optim.warmup_steps": "--warmup",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Pretrain an encoder on a token store, or go on with a run that was interrupted."""
+
+    preset: str = option(positional=True)
+    """tiny, small, base, base++, large++, roberta_base, ...: 'maelm-fast presets' lists them."""
+    data: Path = option(metavar="STORE")
+    """A store made by 'maelm-fast data prepare'."""
+    out: Path = option(metavar="RUN")
+    """Run directory; the same command goes on with what is in it."""
+    init_from: Path | None = None
+    """Start from a run of ours, or a Hugging Face RoBERTa, BERT or MPNet checkpoint."""
 
 
 def main(argv: list[str]) -> int:
-    if argv and argv[0] in ("-h", "--help"):
-        _parser(presets.get("base")).print_help()
-        return 0
-    if not argv or argv[0].startswith("-"):
-        raise UserError(f"name a preset first: maelm-fast pretrain PRESET ...; there are: {', '.join(presets.names())}")
-    arguments = parse(argv)
-    from maelm_fast.analysis.live import live_metric
+    options, config = parsed(argv)
     from maelm_fast.training.job import pretrain
+    from maelm_fast.training.rundir import RunDir
 
-    initial = _initial(arguments["init_from"]) if arguments["init_from"] else None
-    pretrain(arguments["preset"], arguments["run"], arguments["data"], arguments["out"], initial, live_metric)
+    if (run := RunDir(options.out)).exists:  # it has the warm-up that it was started with, if not asked otherwise
+        before = run.read_config()[1].optim
+        if before.max_steps == config.optim.max_steps:
+            options, config = parsed(argv, before.warmup_steps)
+    initial = _initial(options.init_from) if options.init_from else None
+    pretrain(options.preset, config, str(options.data), str(options.out), initial)
     return 0
 
 
-def parse(argv: list[str]) -> dict[str, Any]:
-    """{"preset", "data", "out", "init_from", "run": RunConfig}; UserError in one line for anything that is wrong."""
-    parser = _parser(presets.get(argv[0]))
-    try:
-        values = parser.parse_args(argv).as_dict()
-    except (ArgumentError, TypeError, ValueError, OSError) as error:
-        raise user_error(error, argv, parser) from None
-    run = from_dict(RunConfig, {field.name: values[field.name] for field in dataclasses.fields(RunConfig)})
-    return {key: values[key] for key in ("preset", "data", "out", "init_from")} | {"run": run}
-
-
-def _parser(preset: RunConfig) -> ArgumentParser:
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(prog="maelm-fast pretrain", epilog=_EPILOG, exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("preset", help=f"one of {', '.join(presets.names())}")
-    parser.add_argument("--data", required=True, metavar="STORE", help="a store made by 'maelm-fast data prepare'")
-    parser.add_argument("--out", required=True, metavar="RUN", help="run directory; an interrupted run in it goes on")
-    origins = "a run of ours, or a Hugging Face RoBERTa, BERT or MPNet checkpoint"
-    parser.add_argument("--init-from", metavar="DIR", help=f"start from {origins}")
-    parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of the options below")
-    for (owner, name), section in SECTIONS.items():
-        if owner is RunConfig:
-            parser.add_class_arguments(section, name)
-    parser.add_argument("--seed", type=int, default=preset.seed, help="of initialisation, order, masks and dropout")
-    parser.set_defaults(dict(_leaves(to_dict(preset))))
-    return parser
+def parsed(argv: list[str], warmup: float | None = None) -> tuple[Options, RunConfig]:
+    """warmup: what optim.warmup_steps is if it is not given; None: the preset's share of the steps."""
+    help_only = bool({"-h", "--help", "--help-all"} & {*argv})
+    if not help_only and (not argv or argv[0].startswith("-")):
+        raise UserError(f"name a preset first: maelm-fast pretrain PRESET ...; there are: {', '.join(presets.names())}")
+    preset = presets.get("base" if argv[0].startswith("-") else argv[0])
+    change: dict[str, dict[str, Any]] = {name: {"default": value} for name, value in _leaves(to_dict(preset))}
+    for name, alias in ALIASES.items():
+        change[name]["aliases"] = (alias,)
+    optim = preset.optim
+    change["optim.warmup_steps"]["default"] = optim.warmup_steps / optim.max_steps if warmup is None else warmup
+    options: tuple[Options, RunConfig] = parse(
+        "pretrain", argv, Options, RunConfig, examples=EXAMPLES, main=MAIN, change=change, config_files=True
+    )
+    return options
 
 
 def _leaves(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -72,13 +83,13 @@ def _leaves(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
             yield f"{path}{name}", value
 
 
-def _initial(path: str) -> Any:
+def _initial(path: Path) -> Any:
     from maelm_fast.training.initial import from_run
     from maelm_fast.training.rundir import RunDir
 
     if RunDir(path).exists:
         return from_run(path)
-    if not Path(path).exists():
+    if not path.exists():
         raise UserError(f"--init-from {path}: no such directory")
     from maelm_fast.export.from_huggingface import read_checkpoint
 

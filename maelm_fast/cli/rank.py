@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from maelm_fast.analysis.effective_rank import REPORT_FILE, TAU, RankReport, che
 from maelm_fast.analysis.huggingface import LONGEST, load_encoder, measure_checkpoint
 from maelm_fast.analysis.plots import plot_ranks, require_matplotlib
 from maelm_fast.batch import PackedBatch
-from maelm_fast.cli.common import OneLineParser
+from maelm_fast.cli.common import option, parse
 from maelm_fast.config import require
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
@@ -23,43 +23,52 @@ from maelm_fast.training.rundir import RunDir, load_run
 CHECKPOINT_SAMPLES = 2048  # what runtime.eval_samples is to a run
 
 
-def main(argv: list[str]) -> int:
-    parser = OneLineParser(
-        prog="maelm-fast rank",
-        description="Effective rank of encoders' token representations, of one or of several in one table and picture.",
-    )
-    parser.add_argument("runs", metavar="RUN", nargs="*", help="run directory")
-    parser.add_argument(
-        "--hf", metavar="DIR", action="append", default=[], help="directory of a Hugging Face encoder; may be repeated"
-    )
-    parser.add_argument("--step", type=int, help="checkpoint of the runs to read (default: the newest)")
-    parser.add_argument(
-        "--tau", default=str(TAU), help=f"shares of the squared singular values, e.g. 0.8,0.9 (default: {TAU})"
-    )
-    parser.add_argument(
-        "--samples", type=int, help=f"sequences (default: a run's runtime.eval_samples, {CHECKPOINT_SAMPLES} for --hf)"
-    )
-    parser.add_argument("--data", metavar="STORE", help="token store (default: the runs' own; for --hf see --text)")
-    parser.add_argument(
-        "--text", metavar="SOURCE", help="text for --hf: a file, 'embedded', or a token store (default: --data)"
-    )
-    parser.add_argument("--length", type=int, help=f"tokens of a sequence for --hf, at most (default: {LONGEST})")
-    parser.add_argument("--out", metavar="DIR", help="where the report goes (default: RUN/report, of several here)")
-    options = parser.parse_args(argv)
+EXAMPLES = """
+    maelm-fast rank runs/base
+    maelm-fast rank runs/base runs/roberta_base --tau 0.8,0.9 --out ranks/
+    maelm-fast rank --hf roberta-base/ --text heldout.txt
+"""
 
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Effective rank of encoders' token representations, of one or of several in one table and picture."""
+
+    runs: tuple[str, ...] = option((), positional=True, metavar="RUN")
+    """Run directory."""
+    hf: tuple[str, ...] = option((), metavar="DIR")
+    """Directory of a Hugging Face encoder."""
+    step: int | None = None
+    """Checkpoint of the runs to read (default: the newest)."""
+    tau: str = str(TAU)
+    """Shares of the squared singular values, as 0.8,0.9."""
+    samples: int | None = option(
+        None, help=f"Sequences (default: a run's runtime.eval_samples, {CHECKPOINT_SAMPLES:,} for --hf)."
+    )
+    data: Path | None = option(None, metavar="STORE")
+    """Token store (default: the runs' own; for --hf see --text)."""
+    text: str | None = None
+    """For --hf: a file, 'embedded', or a token store (default: --data)."""
+    length: int | None = option(None, help=f"Tokens of a sequence for --hf, at most (default: {LONGEST}).")
+    out: Path | None = None
+    """Directory of the report (default: RUN/report, of several here)."""
+
+
+def main(argv: list[str]) -> int:
+    options: Options = parse("rank", argv, Options, examples=EXAMPLES)
     taus = _taus(options.tau)
     require(bool(options.runs or options.hf), "name a run, or a Hugging Face encoder with --hf DIR")
-    text = options.text or options.data
-    require(bool(text) or not options.hf, "--hf needs text: --text FILE, --text embedded, or --data STORE")
+    text = options.text or (str(options.data) if options.data else None)
+    require(text is not None or not options.hf, "--hf needs text: --text FILE, --text embedded, or --data STORE")
     require(bool(options.hf) or not options.text, "--text is for --hf: a run is measured on a token store (--data)")
     require(bool(options.hf) or options.length is None, "--length is for --hf: a run is measured on whole samples")
     require(bool(options.runs) or options.step is None, "--step names a checkpoint of runs: --hf has one only")
     require_matplotlib()  # now, rather than after the measurement
     reports = [_of_run(path, options, taus) for path in options.runs]
-    reports += [_of_checkpoint(path, text, options, taus) for path in options.hf]
+    reports += [_of_checkpoint(path, str(text), options, taus) for path in options.hf]
 
     alone = len(reports) == 1 and bool(options.runs)
-    out = Path(options.out) if options.out else RunDir(options.runs[0]).report if alone else Path()
+    out = options.out or (RunDir(options.runs[0]).report if alone else Path())
     write_reports(out / REPORT_FILE, reports)
     plot_ranks(reports, (out / REPORT_FILE).with_suffix(".png"))
     for report in reports:
@@ -68,16 +77,16 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _of_run(path: str, options: argparse.Namespace, taus: list[float]) -> RankReport:
+def _of_run(path: str, options: Options, taus: list[float]) -> RankReport:
     run = load_run(path, options.step)
-    data = Path(options.data or run.record.data)
+    data = options.data or Path(run.record.data)
     require(data.is_dir(), f"the token store {data} does not exist: name one with --data STORE")
     store = TokenStore(data, "validation")
     run.model.to(choose_device(run.config.runtime))
     return measure(run, store, taus, options.samples, watch=_progress)
 
 
-def _of_checkpoint(path: str, text: str, options: argparse.Namespace, taus: list[float]) -> RankReport:
+def _of_checkpoint(path: str, text: str, options: Options, taus: list[float]) -> RankReport:
     encoder = load_encoder(path, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     samples = CHECKPOINT_SAMPLES if options.samples is None else options.samples
     length = LONGEST if options.length is None else options.length

@@ -22,8 +22,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from maelm_fast.data.readers import Document
-
+Document = tuple[str, ...]
+"""Its lines, each stripped and not empty."""
 CORPUS_VERSION = 1
 OWN_PACKAGE = "maelm_fast"
 GROUP_CHARS = 600_000
@@ -274,11 +274,58 @@ MIN_LETTERS = 0.9  # spaces count as letters
 MIN_COMMON_WORDS = 0.22
 MAX_ODD_WORDS = 0.12
 COMMON_WORDS = frozenset(
-    {"a", "an", "and", "any", "are", "as", "at", "be", "been", "but", "by", "can", "for", "from", "has", "have", "if",
-     "in", "into", "is", "it", "its", "may", "not", "of", "on", "one", "only", "or", "so", "such", "than", "that",
-     "the", "their", "then", "there", "these", "they", "this", "to", "was", "we", "when", "which", "will", "with",
-     "you", "your"}
-)  # fmt: skip
+    {
+        "a",
+        "an",
+        "and",
+        "any",
+        "are",
+        "as",
+        "at",
+        "be",
+        "been",
+        "but",
+        "by",
+        "can",
+        "for",
+        "from",
+        "has",
+        "have",
+        "if",
+        "in",
+        "into",
+        "is",
+        "it",
+        "its",
+        "may",
+        "not",
+        "of",
+        "on",
+        "one",
+        "only",
+        "or",
+        "so",
+        "such",
+        "than",
+        "that",
+        "the",
+        "their",
+        "then",
+        "there",
+        "these",
+        "they",
+        "this",
+        "to",
+        "was",
+        "we",
+        "when",
+        "which",
+        "will",
+        "with",
+        "you",
+        "your",
+    }
+)
 PLAIN_WORD = re.compile(r"^[\"'(]*([A-Za-z]+([-'/][A-Za-z]+)*|\d+([.,]\d+)*%?)[\"').,;:!?]*$")
 OPENING = re.compile(r"^[\"'(]?[A-Z]")
 CLOSING = re.compile(r"[.!?:][\"')]*$")

@@ -5,8 +5,9 @@
 3. Processes tokenise the chunks; each chunk's tokens go to a file of their own.
 4. The files are gone through in order: tokens are cut into samples, samples written to shards, the manifest last.
 
-All of it happens in `<out>.partial`, which is renamed at the end. A run that was killed goes on after the last finished
-chunk; the store's bytes depend neither on that nor on the number of processes. Disk: twice the tokens, for a while.
+All of it happens in `<out>.partial`, which is renamed at the end; `<out>.lock` is held meanwhile. A run that was killed
+goes on after the last finished chunk; the store's bytes depend neither on that nor on the number of processes. Disk:
+twice the tokens, for a while.
 
 A store, or a run to go on with, is known by its options and by what its input files hold: their SHA-256 is taken at the
 start. A file that is where it was, with its size and time, is not read again for that; one that is elsewhere or has
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
+import errno
 import hashlib
 import itertools
 import json
@@ -35,8 +36,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from maelm_fast.config import require
+from maelm_fast.data.corpus import Document
 from maelm_fast.data.files import checksum_of_given, sync, written_aside
-from maelm_fast.data.readers import Document, expand_inputs, identify, read_documents
+from maelm_fast.data.readers import expand_inputs, identify, read_documents
 from maelm_fast.data.samples import Chunk, cut_blocks, cut_documents
 from maelm_fast.data.token_store import (
     MANIFEST_FILE,
@@ -57,6 +59,7 @@ from maelm_fast.data.tokenizer import (
     train_tokenizer,
 )
 from maelm_fast.errors import UserError
+from maelm_fast.work import lock
 
 CHUNKS = "chunks"
 VALIDATION_INPUTS = "validation_inputs"
@@ -78,29 +81,35 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """What to prepare. Everything but `out` and `workers` may change the samples."""
+    """Text to a token store. The same command goes on with one that was killed."""
 
     inputs: tuple[str, ...]
-    """Files, globs, `hf:NAME[:CONFIG]` or `embedded`; see `readers.expand_inputs`."""
+    """File, directory or glob (.txt .md .rst .jsonl .json .csv, also .xz .gz .zst; .parquet), hf:NAME[:CONFIG] (Hugging
+    Face dataset, split train), or 'embedded' (text found on this machine). In text an empty line ends a document."""
     out: Path
+    """The store to make, a directory."""
     tokenizer: Path | None = None
-    """Reuse this tokenizer.json instead of training one."""
+    """Use this tokenizer.json, train none."""
     vocab_size: int | None = None
-    """None: 32,768, or 64,000 when cased (the paper's base and base++ rows)."""
+    """Of the tokenizer that is trained (default: 32,768, or 64,000 when cased: the paper's base and base++)."""
     cased: bool = False
+    """Keep upper case."""
     sample_mode: Literal["full", "document"] = "full"
-    """full: all documents end to end, cut into samples of exactly seq_len. document: whole lines packed up to seq_len,
-    never across documents, so samples differ in length (the released code's complete_doc)."""
+    """full: all documents end to end, cut into samples of exactly seq_len. document: whole lines of one document, at
+    most seq_len (the released code's complete_doc)."""
     seq_len: int = 512
     """Tokens of a sample, <s> included."""
     validation: float = 0.01
-    """Share of the documents, chosen by a hash of their text. Not used with validation_inputs."""
+    """Share of the documents for validation, chosen by a hash of their text."""
     validation_inputs: tuple[str, ...] = ()
+    """Validate on these instead of a share."""
     text_field: str = "text"
+    """Field or column that holds the text."""
     seed: int = 0
-    """Decides which documents go to validation."""
+    """Decides which documents these are."""
     workers: int = dataclasses.field(default_factory=lambda: len(os.sched_getaffinity(0)))
-    """Tokenising processes; 1 works in this process. With more, a script needs its `if __name__ == "__main__":`."""
+    """Tokenising processes (default: one per core); 1 works in this process. With more, a script needs its
+    `if __name__ == "__main__":`."""
 
     def __post_init__(self) -> None:
         require(
@@ -158,12 +167,17 @@ def prepare(config: PrepareConfig, log: Log = logger.info) -> Manifest:
     if config.out.exists():
         return _finished(job, log)
     try:
-        with _locked(job.partial):
-            return _prepare_locked(job, log)
+        with lock(job.partial.with_suffix(".lock"), remove=True) as ours:
+            require(ours, f"{job.partial} is being written by another run: wait for it, or stop it")
+            if config.out.exists():  # that run has ended meanwhile
+                return _finished(job, log)
+            job.partial.mkdir(parents=True, exist_ok=True)
+            return _prepare_alone(job, log)
     except OSError as error:  # the readers turn theirs into UserErrors, so this one is about writing
+        remedy = "free some space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise UserError(
-            f"cannot write {error.filename or job.partial}: {error.strerror or error}: free space or choose another "
-            f"--out; the same command goes on where this one stopped"
+            f"cannot write {error.filename or job.partial}: {error.strerror or error}: {remedy}choose another --out; "
+            "the same command goes on where this one stopped"
         ) from None
 
 
@@ -202,7 +216,7 @@ def _finished(job: _Job, log: Log) -> Manifest:
     return manifest
 
 
-def _prepare_locked(job: _Job, log: Log) -> Manifest:
+def _prepare_alone(job: _Job, log: Log) -> Manifest:
     plan = _begin_or_go_on(job, log)
     partial, out = job.partial, job.config.out
     if not (partial / MANIFEST_FILE).exists():
@@ -225,21 +239,6 @@ def _prepare_locked(job: _Job, log: Log) -> Manifest:
 
 
 # What an earlier run left
-
-
-@contextlib.contextmanager
-def _locked(partial: Path) -> Iterator[None]:
-    """Makes the directory and keeps other runs out of it. The lock is on the directory; it ends with the process."""
-    partial.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(partial, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{partial} is being written by another run: wait for it, or stop it") from None
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _begin_or_go_on(job: _Job, log: Log) -> dict[str, Any]:

@@ -7,6 +7,7 @@ which notices a truncated file; the zstandard package takes it for a complete on
 
 from __future__ import annotations
 
+import csv
 import glob
 import gzip
 import io
@@ -21,23 +22,23 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from maelm_fast.config import require
+from maelm_fast.data.corpus import Document, corpus_identity, embedded_corpus
 from maelm_fast.errors import UserError
-
-Document = tuple[str, ...]
 
 EMBEDDED = "embedded"
 HUB_PREFIX = "hf:"
-FORMATS = (".txt", ".jsonl", ".parquet")
+FORMATS = (".txt", ".md", ".rst", ".jsonl", ".json", ".csv", ".parquet")
 COMPRESSIONS = (".xz", ".gz", ".zst")
 MAX_LINE_BYTES = 1 << 26
 MAX_DOCUMENT_CHARS = 1 << 26
 
 
 def expand_inputs(inputs: Sequence[str]) -> tuple[str, ...]:
-    """Inputs as the user gave them to sources that can be read one by one; globs become sorted file names.
+    """Inputs as the user gave them to sources that can be read one by one; globs become sorted file names, and so does
+    a directory: its files of known kinds, those in directories within it included.
 
-    Besides paths (.txt, .jsonl, .parquet; the first two also .xz, .gz, .zst) an input may be `embedded` or
-    `hf:NAME[:CONFIG]`; a file of such a name is given as `./embedded`.
+    Besides paths (FORMATS; all but .parquet also .xz, .gz, .zst) an input may be `embedded` or `hf:NAME[:CONFIG]`; a
+    file of such a name is given as `./embedded`.
     Raises UserError if a file is missing, of another kind or given twice, or if a glob matches no file.
     """
     sources = [source for item in inputs for source in _expand(item)]
@@ -52,8 +53,6 @@ def identify(source: str) -> dict[str, Any]:
     """What tells a source apart without reading it: a file's size and time, versions for the embedded corpus, of a
     Hugging Face dataset only its name."""
     if source == EMBEDDED:
-        from maelm_fast.data.corpus import corpus_identity
-
         return {"source": source, "versions": corpus_identity()}
     if source.startswith(HUB_PREFIX):
         return {"source": source}
@@ -67,7 +66,8 @@ def identify(source: str) -> dict[str, Any]:
 def read_documents(sources: Iterable[str], text_field: str = "text") -> Iterator[Document]:
     """The documents of all sources (as `expand_inputs` gives them), in order. Raises UserError on the first fault.
 
-    text_field: the field of .jsonl and the column of .parquet files and datasets that holds the text.
+    Documents of text files end at an empty line.
+    text_field: the field of .jsonl and .json, and the column of .csv, .parquet and datasets that holds the text.
     """
     sources = tuple(sources)
     empty = True
@@ -82,12 +82,14 @@ def _expand(item: str) -> list[str]:
     if item == EMBEDDED or item.startswith(HUB_PREFIX):
         return [item]
     path = Path(item)
-    if glob.has_magic(item) and not path.exists():
+    if path.is_dir():
+        files = sorted(str(file) for file in path.rglob("*") if file.is_file() and _is_known(file.name))
+        require(bool(files), f"{item} has no file of a known kind: {_KINDS}")
+    elif glob.has_magic(item) and not path.exists():
         files = sorted(name for name in glob.glob(item, recursive=True) if os.path.isfile(name))
         require(bool(files), f"no file matches {item}: check the pattern and the working directory")
     else:
         require(path.exists(), f"input {item} does not exist: check the path and the working directory")
-        require(not path.is_dir(), f"input {item} is a directory: name its files, for example '{path}/*.txt'")
         files = [item]
     for name in files:
         _format_of(name)
@@ -101,23 +103,31 @@ def _format_of(name: str) -> tuple[str, str]:
     compression = path.suffix if path.suffix in COMPRESSIONS else ""
     suffix = Path(path.stem).suffix if compression else path.suffix
     known = suffix in FORMATS and not (suffix == ".parquet" and compression)
-    require(known, f"{name}: unknown kind of file: use .txt or .jsonl (each also .xz, .gz, .zst) or .parquet")
+    require(known, f"{name}: unknown kind of file: use {_KINDS}")
     return suffix, compression
+
+
+def _is_known(name: str) -> bool:
+    try:
+        return bool(_format_of(name))
+    except UserError:
+        return False
+
+
+_KINDS = f"{', '.join(FORMATS[:-1])} (each also .xz, .gz, .zst) or .parquet"
 
 
 def _read_source(source: str, text_field: str) -> Iterator[Document]:
     if source == EMBEDDED:
-        from maelm_fast.data.corpus import embedded_corpus
-
         return iter(embedded_corpus())
     if source.startswith(HUB_PREFIX):
         return _dataset_documents(source, text_field)
     suffix, _ = _format_of(source)
-    if suffix == ".txt":
-        return _text_documents(source)
-    if suffix == ".jsonl":
-        return _jsonl_documents(source, text_field)
-    return _parquet_documents(source, text_field)
+    if suffix == ".parquet":
+        return _parquet_documents(source, text_field)
+    if suffix in (".jsonl", ".json", ".csv"):
+        return _row_documents(source, suffix, text_field)
+    return _text_documents(source)
 
 
 def _text_documents(path: str) -> Iterator[Document]:
@@ -140,16 +150,42 @@ def _text_documents(path: str) -> Iterator[Document]:
         yield tuple(lines)
 
 
-def _jsonl_documents(path: str, text_field: str) -> Iterator[Document]:
+def _row_documents(path: str, suffix: str, text_field: str) -> Iterator[Document]:
+    rows = {".jsonl": _jsonl_rows, ".json": _json_rows, ".csv": _csv_rows}[suffix](path)
+    for where, row in rows:
+        yield from _row_document(row, text_field, f"{path}: {where}")
+
+
+def _jsonl_rows(path: str) -> Iterator[tuple[str, Any]]:
     for number, text in _read_lines(path):
-        if not text.strip():
-            continue
-        where = f"{path}: line {number}"
-        try:
-            row = json.loads(text)
-        except (ValueError, RecursionError):
-            raise UserError(f"{where} is not JSON: write one object per line") from None
-        yield from _row_document(row, text_field, where)
+        if text.strip():
+            try:
+                yield f"line {number}", json.loads(text)
+            except (ValueError, RecursionError):
+                raise UserError(f"{path}: line {number} is not JSON: write one object per line") from None
+
+
+def _json_rows(path: str) -> Iterator[tuple[str, Any]]:
+    """Of a file that is one array of objects, which is read whole; or of one that is .jsonl by another name."""
+    if not next((text for _, text in _read_lines(path) if text.strip()), "").lstrip().startswith("["):
+        yield from _jsonl_rows(path)
+        return
+    try:
+        rows = json.loads("".join(text for _, text in _read_lines(path)))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {_first_line(error)}") from None
+    yield from ((f"object {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _csv_rows(path: str) -> Iterator[tuple[str, Any]]:
+    """The first line names the columns."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    reader = csv.DictReader((text for _, text in _read_lines(path)), strict=True)
+    try:
+        for row in reader:
+            yield f"line {reader.line_num}", row
+    except csv.Error as error:
+        raise UserError(f"{path}: line {reader.line_num} is not CSV: {error}") from None
 
 
 def _parquet_documents(path: str, text_field: str) -> Iterator[Document]:

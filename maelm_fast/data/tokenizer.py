@@ -24,7 +24,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from maelm_fast.config import require
-from maelm_fast.data.readers import Document
+from maelm_fast.data.corpus import Document
 from maelm_fast.errors import UserError
 
 BOS, PAD, EOS, UNK = 0, 1, 2, 3

@@ -19,6 +19,7 @@ class FinetuneConfig:
     lr: float = 3e-5
     """Peak learning rate: linear warm-up from 0, then linear decay to 0."""
     epochs: int = 3
+    """Passes over the training examples."""
     batch_size: int = 32
     """Examples per update; for SQuAD windows, of which a long passage has several."""
     warmup: float = 0.06

@@ -240,7 +240,7 @@ def load_encoder(
     if (path / "config.yaml").exists():
         require(
             engine != "transformers",
-            f"{path}: a run of ours has no transformers class; export it first (maelm-fast export --to hf), then give "
+            f"{path}: a run of ours has no transformers class; export it first (maelm-fast export), then give "
             "the exported directory",
         )
         return _of_run(path, step, dropout, random_init, seed)
@@ -321,7 +321,7 @@ def require_transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise UserError('Hugging Face directories need transformers: pip install "maelm_fast[hf]"') from None
+        raise UserError("Hugging Face directories need transformers: pip install transformers") from None
     return transformers
 
 

@@ -68,16 +68,6 @@ class Problem(Protocol):
     def evaluate(self, model: nn.Module, device: torch.device, precision: str) -> Evaluation: ...
 
 
-def make_problem(data: TaskData, encoder: TextEncoder, config: FinetuneConfig) -> Problem:
-    """The task tokenised for the encoder. Depends on its tokenizer and longest input and, of the configuration, on
-    max_length and SQuAD's lengths; not on weights or seed."""
-    if data.task.kind == "spans":
-        from maelm_fast.finetuning.spans import SpanProblem
-
-        return SpanProblem(data, encoder, config)
-    return SentenceProblem(data, encoder, config)
-
-
 class SentenceProblem:
     """Classification or regression of a text or a pair, from the first token's vector. Classification: cross-entropy;
     regression: squared error of scores scaled to 0..1 (both as released)."""

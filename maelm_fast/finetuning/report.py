@@ -25,8 +25,6 @@ import torch
 from numpy.typing import NDArray
 
 from maelm_fast.analysis.effective_rank import TAU
-from maelm_fast.analysis.gram import GramMatrix, rank_at
-from maelm_fast.analysis.inputs import evaluating
 from maelm_fast.analysis.plots import COLOURS, MARKERS, figure_of, grid, require_matplotlib
 from maelm_fast.analysis.plots import save as save_figure
 from maelm_fast.data.order import subset
@@ -38,6 +36,8 @@ from maelm_fast.finetuning.markdown import table as markdown_table
 from maelm_fast.finetuning.problem import EVALUATION_TOKENS, Evaluation, autocast
 from maelm_fast.finetuning.text import Inputs
 from maelm_fast.training.files import write_json, write_text
+from maelm_fast.training.gram import GramMatrix, rank_at
+from maelm_fast.training.live import evaluating
 
 if TYPE_CHECKING:
     from maelm_fast.finetuning.run import Result

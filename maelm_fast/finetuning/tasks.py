@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from maelm_fast.config import require
+from maelm_fast.errors import UserError, unknown
 
 Kind = Literal["classification", "regression", "spans"]
 Group = Literal["small", "large", "squad"]
@@ -174,11 +175,9 @@ TASKS = {
 
 def get(name: str) -> Task:
     """The task of that name. Raises UserError that lists the known ones."""
-    require(
-        name in TASKS,
-        f"unknown task '{name}': use one of {', '.join(TASKS)}, or for files of your own "
-        f"--task classification|regression with --text-columns and --label-column",
-    )
+    if name not in TASKS:
+        own = "; for files of your own: --task classification|regression with --text-columns and --label-column"
+        raise UserError(f"{unknown('task', name, TASKS)}{own}")
     return TASKS[name]
 
 

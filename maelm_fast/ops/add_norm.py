@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from maelm_fast.errors import UserError
 from maelm_fast.ops import dispatch
 from maelm_fast.ops.reference.add_norm import add_norm as reference_add_norm
 from maelm_fast.ops.reference.dropout import check_dropout
-from maelm_fast.ops.registration import Direction, register
+from maelm_fast.ops.registration import custom_op, describe
 
 
 def add_norm(
@@ -53,16 +54,40 @@ def add_norm(
     return out.to(x.dtype)
 
 
-def _triton_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+@custom_op("add_norm_triton_fwd")
+def _triton_fwd(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    place: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, mean and rstd."""
     from maelm_fast.kernels.add_norm import add_norm_fwd
 
-    return add_norm_fwd(*args)
+    return add_norm_fwd(x, residual, weight, bias, eps, dropout_p, seed, place)
 
 
-def _triton_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@custom_op("add_norm_triton_bwd")
+def _triton_bwd(
+    grad_out: Tensor,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    dropout_p: float,
+    seed: Tensor | None,
+    place: int,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, residual, weight and bias. The kernel is deterministic either way."""
     from maelm_fast.kernels.add_norm import add_norm_bwd
 
-    return add_norm_bwd(*args[:-1])  # the kernel is deterministic either way
+    return add_norm_bwd(grad_out, x, residual, weight, mean, rstd, dropout_p, seed, place)
 
 
 def _fake_fwd(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,35 +105,21 @@ def _fake_bwd(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, residual, weight, _, _, dropout_p, seed, place = inputs
     _, mean, rstd = output
+    ctx.mark_non_differentiable(mean, rstd)
     ctx.save_for_backward(x, residual, weight, mean, rstd, seed)
     ctx.dropout = (dropout_p, place)
 
 
-def _differentiate(backward: Any, ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    x, residual, weight, mean, rstd, seed = ctx.saved_tensors
+def _backward(name: str, ctx: Any, grad_out: Tensor, *_: None) -> tuple[Tensor, ...]:
+    *saved, seed = ctx.saved_tensors
     dropout_p, place = ctx.dropout
     deterministic = torch.are_deterministic_algorithms_enabled()
-    grad_x, grad_residual, grad_weight, grad_bias = backward(
-        grad_out, x, residual, weight, mean, rstd, dropout_p, seed, place, deterministic
-    )
-    return grad_x, grad_residual if dropout_p > 0 else grad_x, grad_weight, grad_bias, None, None, None, None
+    run = getattr(torch.ops.maelm_fast, name)
+    grad_x, grad_residual, *rest = run(grad_out, *saved, dropout_p, seed, place, deterministic)
+    return grad_x, grad_residual if dropout_p > 0 else grad_x, *rest
 
 
-register(
-    "add_norm",
-    Direction(
-        "(Tensor x, Tensor residual, Tensor weight, Tensor bias, float eps, float dropout_p, Tensor? seed, int place)"
-        " -> (Tensor out, Tensor mean, Tensor rstd)",
-        _triton_fwd,
-        _fake_fwd,
-    ),
-    Direction(
-        "(Tensor grad_out, Tensor x, Tensor residual, Tensor weight, Tensor mean, Tensor rstd, float dropout_p,"
-        " Tensor? seed, int place, bool deterministic)"
-        " -> (Tensor grad_x, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)",
-        _triton_bwd,
-        _fake_bwd,
-    ),
-    _setup_context,
-    _differentiate,
-)
+for _backend in ("triton", "native"):
+    _bwd = f"add_norm_{_backend}_bwd"
+    describe(f"add_norm_{_backend}_fwd", _fake_fwd, _setup_context, functools.partial(_backward, _bwd))
+    describe(_bwd, _fake_bwd)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -98,10 +99,7 @@ def interpreted() -> bool:
 
 
 def triton_installed() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("triton") is not None
+    return _TRITON
 
 
-# as in ops/registration.py
-triton_installed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_TRITON = importlib.util.find_spec("triton") is not None  # now, since torch.compile cannot trace it

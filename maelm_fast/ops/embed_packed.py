@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from maelm_fast.errors import UserError
 from maelm_fast.ops import dispatch
 from maelm_fast.ops.reference.dropout import check_dropout
 from maelm_fast.ops.reference.embed_packed import embed_packed as reference_embed_packed
-from maelm_fast.ops.registration import Direction, register
+from maelm_fast.ops.registration import custom_op, describe
 
 
 def embed_packed(
@@ -57,9 +58,18 @@ def embed_packed(
     name = dispatch.pick("embed_packed", backend, ids.device, able)
     if name == "reference":
         return reference_embed_packed(
-            ids, positions, token_table, position_table, weight, bias,
-            eps=eps, dropout_p=dropout_p, seed=seed, place=place, dtype=dtype,
-        )  # fmt: skip
+            ids,
+            positions,
+            token_table,
+            position_table,
+            weight,
+            bias,
+            eps=eps,
+            dropout_p=dropout_p,
+            seed=seed,
+            place=place,
+            dtype=dtype,
+        )
     pair = torch.ops.maelm_fast
     run = pair.embed_packed_triton_fwd if name == "triton" else pair.embed_packed_native_fwd
     norm = torch.promote_types(weight.dtype, bias.dtype)  # the kernels take one dtype for both; they seldom differ
@@ -69,16 +79,48 @@ def embed_packed(
     return out
 
 
-def _triton_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+@custom_op("embed_packed_triton_fwd")
+def _triton_fwd(
+    ids: Tensor,
+    positions: Tensor,
+    token_table: Tensor,
+    position_table: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    place: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, mean and rstd."""
     from maelm_fast.kernels.embed_packed import embed_packed_fwd
 
-    return embed_packed_fwd(*args)
+    return embed_packed_fwd(
+        ids, positions, token_table, position_table, weight, bias, eps, dropout_p, seed, place, dtype
+    )
 
 
-def _triton_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@custom_op("embed_packed_triton_bwd")
+def _triton_bwd(
+    grad_out: Tensor,
+    ids: Tensor,
+    positions: Tensor,
+    token_table: Tensor,
+    position_table: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    dropout_p: float,
+    seed: Tensor | None,
+    place: int,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of token_table, position_table, weight and bias."""
     from maelm_fast.kernels.embed_packed import embed_packed_bwd
 
-    return embed_packed_bwd(*args)
+    saved = (ids, positions, token_table, position_table, weight, mean, rstd)
+    return embed_packed_bwd(grad_out, *saved, dropout_p, seed, place, deterministic)
 
 
 def _fake_fwd(ids: Tensor, positions: Tensor, token_table: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,44 +129,34 @@ def _fake_fwd(ids: Tensor, positions: Tensor, token_table: Tensor, *rest: Any) -
 
 
 def _fake_bwd(
-    grad_out: Tensor, ids: Tensor, positions: Tensor, token_table: Tensor, position_table: Tensor, weight: Tensor,
+    grad_out: Tensor,
+    ids: Tensor,
+    positions: Tensor,
+    token_table: Tensor,
+    position_table: Tensor,
+    weight: Tensor,
     *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    tables = (token_table, position_table)
-    grad_tokens, grad_positions, grad_weight, grad_bias = (t.new_empty(t.shape) for t in (*tables, weight, weight))
-    return grad_tokens, grad_positions, grad_weight, grad_bias
+) -> tuple[Tensor, ...]:
+    return tuple(t.new_empty(t.shape) for t in (token_table, position_table, weight, weight))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ids, positions, token_table, position_table, weight, _, _, dropout_p, seed, place, _ = inputs
     _, mean, rstd = output
+    ctx.mark_non_differentiable(mean, rstd)
     ctx.save_for_backward(ids, positions, token_table, position_table, weight, mean, rstd, seed)
     ctx.dropout = (dropout_p, place)
 
 
-def _differentiate(backward: Any, ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(name: str, ctx: Any, grad_out: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     *saved, seed = ctx.saved_tensors
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    run = getattr(torch.ops.maelm_fast, name)
     dropout_p, place = ctx.dropout
-    grads = backward(grad_out, *saved, dropout_p, seed, place, torch.are_deterministic_algorithms_enabled())
-    return None, None, *grads, None, None, None, None, None
+    return None, None, *run(grad_out, *saved, dropout_p, seed, place, deterministic)
 
 
-register(
-    "embed_packed",
-    Direction(
-        "(Tensor ids, Tensor positions, Tensor token_table, Tensor position_table, Tensor weight, Tensor bias,"
-        " float eps, float dropout_p, Tensor? seed, int place, ScalarType dtype)"
-        " -> (Tensor out, Tensor mean, Tensor rstd)",
-        _triton_fwd,
-        _fake_fwd,
-    ),
-    Direction(
-        "(Tensor grad_out, Tensor ids, Tensor positions, Tensor token_table, Tensor position_table, Tensor weight,"
-        " Tensor mean, Tensor rstd, float dropout_p, Tensor? seed, int place, bool deterministic)"
-        " -> (Tensor grad_token_table, Tensor grad_position_table, Tensor grad_weight, Tensor grad_bias)",
-        _triton_bwd,
-        _fake_bwd,
-    ),
-    _setup_context,
-    _differentiate,
-)
+for _backend in ("triton", "native"):
+    _bwd = f"embed_packed_{_backend}_bwd"
+    describe(f"embed_packed_{_backend}_fwd", _fake_fwd, _setup_context, functools.partial(_backward, _bwd))
+    describe(_bwd, _fake_bwd)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from maelm_fast.ops import dispatch
 from maelm_fast.ops.reference import feed_forward as reference
+from maelm_fast.ops.registration import custom_op, describe
 
 
 def feed_forward(
@@ -49,7 +50,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-@torch.library.custom_op("maelm_fast::feed_forward_triton_fwd", mutates_args=())
+@custom_op("feed_forward_triton_fwd")
 def _forward(
     x: Tensor, weight_in: Tensor, bias_in: Tensor, weight_out: Tensor, bias_out: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -60,12 +61,13 @@ def _forward(
     return torch.addmm(bias_out.to(x.dtype), bias_gelu(h, bias_in.contiguous()), weight_out.t()), h
 
 
-@_forward.register_fake
-def _(x: Tensor, weight_in: Tensor, bias_in: Tensor, weight_out: Tensor, bias_out: Tensor) -> tuple[Tensor, Tensor]:
+def _fake_fwd(
+    x: Tensor, weight_in: Tensor, bias_in: Tensor, weight_out: Tensor, bias_out: Tensor
+) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape[0], weight_out.shape[0]), x.new_empty(x.shape[0], weight_in.shape[0])
 
 
-@torch.library.custom_op("maelm_fast::feed_forward_triton_bwd", mutates_args=())
+@custom_op("feed_forward_triton_bwd")
 def _backward_op(
     grad: Tensor, x: Tensor, h: Tensor, weight_in: Tensor, bias_in: Tensor, weight_out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -83,8 +85,7 @@ def _backward_op(
     )
 
 
-@_backward_op.register_fake
-def _(
+def _fake_bwd(
     grad: Tensor, x: Tensor, h: Tensor, weight_in: Tensor, bias_in: Tensor, weight_out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     (f, d), out = weight_in.shape, weight_out.shape[0]
@@ -94,18 +95,16 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight_in, bias_in, weight_out, bias_out = inputs
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(x, output[1], weight_in, bias_in, weight_out)
     ctx.bias_out_dtype = bias_out.dtype
 
 
-def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return (None,) * 5
+def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor, ...]:
     x, h, weight_in, bias_in, weight_out = ctx.saved_tensors
     dx, dw_in, db_in, dw_out, db_out = _backward_op(grad, x, h, weight_in, bias_in, weight_out)
     return dx, dw_in, db_in.to(bias_in.dtype), dw_out, db_out.to(ctx.bias_out_dtype)
 
 
-_forward.register_autograd(_backward, setup_context=_setup_context)
+describe("feed_forward_triton_fwd", _fake_fwd, _setup_context, _backward)
+describe("feed_forward_triton_bwd", _fake_bwd)

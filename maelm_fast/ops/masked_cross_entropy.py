@@ -7,7 +7,6 @@ loop is one for all backends; what differs is who turns logits into gradients: a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,12 +16,10 @@ from maelm_fast.errors import UserError
 from maelm_fast.ops import dispatch
 from maelm_fast.ops.feed_forward import compute_dtype
 from maelm_fast.ops.reference import masked_cross_entropy as reference
+from maelm_fast.ops.registration import custom_op, describe
 
 LOGITS_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
 """Logits that exist at once. Larger chunks add to the table's gradient less often; on a CPU fresh memory costs time."""
-
-RowLoss = Callable[[Tensor, Tensor, Tensor, int, float, bool], tuple[Tensor, Tensor]]
-Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # loss, correct, gradients of hidden, table and bias
 
 
 def masked_cross_entropy(
@@ -70,8 +67,8 @@ def masked_cross_entropy(
     if name == "reference":
         return reference.masked_cross_entropy(hidden, table, bias, labels, vocab_size=vocab_size, z_loss=z_loss)
     grad = torch.is_grad_enabled() and (hidden.requires_grad or table.requires_grad or bias.requires_grad)
-    loss, correct, *_ = _FORWARD[name](
-        hidden, table, bias, labels, vocab_size, float(z_loss), compute_dtype(hidden), grad
+    loss, correct, *_ = _forward(
+        hidden, table, bias, labels, vocab_size, float(z_loss), compute_dtype(hidden), grad, name == "triton"
     )
     return loss, correct
 
@@ -119,12 +116,6 @@ def _plain_loss_rows_(
     return lse - at_label + z_loss * lse.square(), first == label
 
 
-def _triton_loss_rows() -> RowLoss:
-    from maelm_fast.kernels.masked_cross_entropy import loss_rows_
-
-    return loss_rows_
-
-
 def _fake(
     hidden: Tensor,
     table: Tensor,
@@ -134,7 +125,8 @@ def _fake(
     z_loss: float,
     dtype: torch.dtype,
     grad: bool,
-) -> Results:
+    triton: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The results, unwritten: loss, correct, and the gradients of hidden, table and bias (empty without `grad`)."""
     wide, device = torch.promote_types(dtype, torch.float32), hidden.device
     return (
@@ -146,63 +138,54 @@ def _fake(
     )
 
 
+@custom_op("masked_cross_entropy_fwd")
+def _forward(
+    hidden: Tensor,
+    table: Tensor,
+    bias: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    z_loss: float,
+    dtype: torch.dtype,
+    grad: bool,
+    triton: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    loss_rows_ = _plain_loss_rows_
+    if triton:
+        from maelm_fast.kernels.masked_cross_entropy import loss_rows_
+    rows, width = hidden.shape[0], table.shape[0]
+    results = _fake(hidden, table, bias, labels, vocab_size, z_loss, dtype, grad, triton)
+    loss, correct, grad_hidden, grad_table, grad_bias = results
+    for zeroed in (loss, correct, grad_bias):
+        zeroed.zero_()
+    if rows == 0:
+        grad_table.zero_()
+    hidden, table, bias, labels = hidden.to(dtype), table.to(dtype), bias.contiguous(), labels.int().contiguous()
+    step = _chunk_rows(rows, width * dtype.itemsize, hidden.device.type)
+    logits = torch.empty(min(rows, step), width, dtype=dtype, device=hidden.device)
+    for start in range(0, rows, step):
+        part = slice(start, min(rows, start + step))
+        chunk = torch.mm(hidden[part], table.t(), out=logits[: part.stop - start])
+        losses, hits = loss_rows_(chunk, bias, labels[part], vocab_size, z_loss, grad)
+        loss += losses.sum()
+        correct += hits.sum()
+        if grad:
+            torch.mm(chunk, table, out=grad_hidden[part])
+            _add_product(grad_table, chunk.t(), hidden[part], fresh=start == 0)
+            grad_bias += chunk.sum(0, dtype=grad_bias.dtype)
+    return results
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)  # else autograd would make a table of zeros for a gradient that nobody reads
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[2:])
     ctx.dtypes = [t.dtype for t in inputs[:3]]
 
 
-def _backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_loss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     """The gradients of hidden, table and bias, times grad_loss; not in a narrow dtype, which would round grad_loss."""
-    if grad_loss is None:
-        return (None,) * 8
     wanted = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad, strict=False)
-    scaled = [(g.to(grad_loss.dtype) * grad_loss).to(dtype) if needed else None for g, dtype, needed in wanted]
-    return (*scaled, *[None] * 5)
+    return tuple((g.to(grad_loss.dtype) * grad_loss).to(dtype) if needed else None for g, dtype, needed in wanted)
 
 
-def _register(name: str, row_loss: Callable[[], RowLoss]) -> Any:
-    @torch.library.custom_op(f"maelm_fast::masked_cross_entropy_{name}_fwd", mutates_args=())
-    def forward(
-        hidden: Tensor,
-        table: Tensor,
-        bias: Tensor,
-        labels: Tensor,
-        vocab_size: int,
-        z_loss: float,
-        dtype: torch.dtype,
-        grad: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        loss_rows_ = row_loss()
-        rows, width = hidden.shape[0], table.shape[0]
-        results = _fake(hidden, table, bias, labels, vocab_size, z_loss, dtype, grad)
-        loss, correct, grad_hidden, grad_table, grad_bias = results
-        for zeroed in (loss, correct, grad_bias):
-            zeroed.zero_()
-        if rows == 0:
-            grad_table.zero_()
-        hidden, table, bias, labels = hidden.to(dtype), table.to(dtype), bias.contiguous(), labels.int().contiguous()
-        step = _chunk_rows(rows, width * dtype.itemsize, hidden.device.type)
-        logits = torch.empty(min(rows, step), width, dtype=dtype, device=hidden.device)
-        for start in range(0, rows, step):
-            part = slice(start, min(rows, start + step))
-            chunk = torch.mm(hidden[part], table.t(), out=logits[: part.stop - start])
-            losses, hits = loss_rows_(chunk, bias, labels[part], vocab_size, z_loss, grad)
-            loss += losses.sum()
-            correct += hits.sum()
-            if grad:
-                torch.mm(chunk, table, out=grad_hidden[part])
-                _add_product(grad_table, chunk.t(), hidden[part], fresh=start == 0)
-                grad_bias += chunk.sum(0, dtype=grad_bias.dtype)
-        return results
-
-    forward.register_fake(_fake)
-    forward.register_autograd(_backward, setup_context=_setup_context)
-    return forward
-
-
-_FORWARD = {
-    "triton": _register("triton", _triton_loss_rows),
-    "chunked": _register("chunked", lambda: _plain_loss_rows_),
-}
+describe("masked_cross_entropy_fwd", _fake, _setup_context, _backward)

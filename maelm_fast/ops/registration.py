@@ -1,81 +1,61 @@
-"""Registers an op's torch.library side: schema, fake, backward, for the Triton and the compiled implementation alike.
+"""One way to register an op. A forward and a backward op are each a typed function, which is their schema, or compiled
+code, whose schema is in csrc/ops/library.cpp; describe() adds to either what torch.library asks of Python: the fake
+and, to a forward op, its gradient. A Triton op and the compiled one with the same arguments share them.
 
-Both have the same arguments as a rule, so one fake, one setup_context and one backward serve both. The compiled ops
-exist only once the extension is loaded, which happens at the first use of any: their fakes and backwards wait here
-until then.
+The compiled ops are loaded when this is imported: torch.compile could not trace it later.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from maelm_fast import native
 
-_waiting: dict[str, Callable[[], None]] = {}
+_WHY_NOT = {device: native.why_not(device) for device in ("cpu", "cuda")}
+_compiled: set[tuple[str, str]] = set()  # (op, device)
 
 
-@dataclass(frozen=True)
-class Direction:
-    """The forward or the backward op of a pair.
-
-    schema: without a name, "(Tensor x) -> Tensor". triton: what runs, or None if there is no kernel. fake: the outputs'
-    shapes and dtypes, from the same arguments."""
-
-    schema: str
-    triton: Callable[..., Any] | None
-    fake: Callable[..., Any]
+def custom_op(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Decorates the function that maelm_fast::{name} calls; its annotations are the schema. It changes no argument."""
+    return torch.library.custom_op(f"maelm_fast::{name}", mutates_args=())
 
 
-def register(
-    op: str,
-    forward: Direction,
-    backward: Direction,
-    setup_context: Callable[..., None],
-    differentiate: Callable[..., Any],
-    *,
-    native: bool = True,
+def describe(
+    name: str,
+    fake: Callable[..., Any],
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., tuple[Any, ...]] | None = None,
 ) -> None:
-    """Register maelm_fast::{op}_triton_fwd and _bwd now, and the same of {op}_native when the extension is loaded:
-    unless `native` is false, since the compiled op has other arguments and a register() of its own.
+    """Register the fake and the gradient of maelm_fast::{name}; nothing if it is a compiled op that was not built.
 
-    setup_context(ctx, inputs, output) and differentiate(backward_op, ctx, *grad_outputs) are those of
-    torch.library.register_autograd, the latter with the backward op to call in front."""
-    for name, direction in (("fwd", forward), ("bwd", backward)):
-        if direction.triton is not None:
-            torch.library.custom_op(
-                f"maelm_fast::{op}_triton_{name}", direction.triton, mutates_args=(), schema=direction.schema
-            )
+    setup_context and backward are those of torch.library.register_autograd, but: backward gets None for an output whose
+    gradient nobody asked for, is not called if that is so of all, and may leave out the last inputs' gradients."""
+    op, _, compiled = name.removesuffix("_fwd").removesuffix("_bwd").rpartition("_")
+    if compiled == "native":
+        devices = [device for device in _WHY_NOT if native.has(op, device)]
+        if not devices:
+            return
+        _compiled.update((op, device) for device in devices)
+    torch.library.register_fake(f"maelm_fast::{name}", fake)
+    if setup_context is None or backward is None:
+        return
 
-    def describe(backend: str) -> None:
-        names = {name: f"{op}_{backend}_{name}" for name in ("fwd", "bwd")}
-        torch.library.register_fake(f"maelm_fast::{names['fwd']}", forward.fake)
-        torch.library.register_fake(f"maelm_fast::{names['bwd']}", backward.fake)
-        torch.library.register_autograd(
-            f"maelm_fast::{names['fwd']}",
-            functools.partial(differentiate, getattr(torch.ops.maelm_fast, names["bwd"])),
-            setup_context=setup_context,
-        )
+    def set_up(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)  # else autograd would make zeros for what nobody reads
+        setup_context(ctx, inputs, output)
 
-    if forward.triton is not None:
-        describe("triton")
-    if native:
-        _waiting[op] = functools.partial(describe, "native")
+    def differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        asked = any(grad is not None for grad in upstream)
+        gradients = backward(ctx, *upstream) if asked else ()
+        return (*gradients, *[None] * (len(ctx.needs_input_grad) - len(gradients)))
+
+    torch.library.register_autograd(f"maelm_fast::{name}", differentiate, setup_context=set_up)
 
 
 def native_reason(op: str, device: str) -> str:
-    """Why the compiled extension cannot run `op` on "cpu" or "cuda", or "" if it can: then its fake and backward are
-    registered. Loading a library cannot be traced, so torch.compile takes the answer as a constant."""
-    if not native.has(op, device):
-        return native.why_not(device)
-    if describe := _waiting.pop(op, None):
-        describe()
-    return ""
-
-
-# what torch.compiler.assume_constant_result sets; calling that here would import the compiler, and Triton, with us
-native_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    """Why the compiled extension cannot run `op` on "cpu" or "cuda", or "" if it can."""
+    return "" if (op, device) in _compiled else _WHY_NOT.get(device, f"it has no code for {device}")

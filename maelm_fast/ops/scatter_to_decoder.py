@@ -9,7 +9,7 @@ from torch import Tensor
 
 from maelm_fast.ops import dispatch
 from maelm_fast.ops.reference.scatter_to_decoder import scatter_to_decoder as reference
-from maelm_fast.ops.registration import Direction, register
+from maelm_fast.ops.registration import describe
 
 CUDA_WIDTH = 4096
 """Widest row the CUDA kernels take."""
@@ -96,16 +96,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(*inputs[:-1], mean, rstd)
 
 
-def _differentiate(backward: Any, ctx: Any, grad_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_out: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     deterministic = torch.are_deterministic_algorithms_enabled()
-    encoder, mask, table, weight, bias = backward(grad_out, *ctx.saved_tensors, deterministic)
-    return encoder, None, mask, None, table, weight, bias, None
+    run = torch.ops.maelm_fast.scatter_to_decoder_native_bwd
+    encoder, mask, table, weight, bias = run(grad_out, *ctx.saved_tensors, deterministic)
+    return encoder, None, mask, None, table, weight, bias
 
 
-register(
-    "scatter_to_decoder",
-    Direction("", None, _fake_fwd),
-    Direction("", None, _fake_bwd),
-    _setup_context,
-    _differentiate,
-)
+describe("scatter_to_decoder_native_fwd", _fake_fwd, _setup_context, _backward)
+describe("scatter_to_decoder_native_bwd", _fake_bwd)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,31 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from maelm_fast import native, presets
-from maelm_fast.config import RunConfig, to_dict
+from maelm_fast.config import RunConfig, require, to_dict
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
 from maelm_fast.training.files import write_json, write_text
 from maelm_fast.training.hardware import choose_device, choose_precision, device_name, environment
 from maelm_fast.training.initial import Initial, adapt, load_initial
 from maelm_fast.training.rundir import RunDir, RunRecord, vocabulary_of
-from maelm_fast.training.trainer import LiveMetric, Trainer, build_model
+from maelm_fast.training.trainer import Trainer, build_model
+from maelm_fast.work import lock
 
 log = logging.getLogger(__name__)
 
 
-def pretrain(
-    preset: str,
-    config: RunConfig,
-    data: str,
-    out: str,
-    initial: Initial | None = None,
-    live_metric: LiveMetric | None = None,
-) -> RunDir:
+def pretrain(preset: str, config: RunConfig, data: str, out: str, initial: Initial | None = None) -> RunDir:
     """Train `config` on the token store `data` in the run directory `out`; goes on if a run of the same is there.
 
-    live_metric: analysis.live.live_metric, which metrics.rank_every needs; the commands pass it.
-
-    Raises UserError, before anything is written, for what does not fit together."""
+    Raises UserError, before anything is written, for what does not fit together; Stopped after SIGTERM or SIGINT, when
+    the run is saved."""
     train, validation = TokenStore.open(data, "train"), TokenStore.open(data, "validation")
     tokenizer = train.tokenizer()
     vocabulary = vocabulary_of(tokenizer)
@@ -54,15 +46,17 @@ def pretrain(
     run = RunDir(out)
     if run.exists:
         _check_same(run, record, config)
+    elif run.path.is_file():
+        raise UserError(f"{run.path} is a file; choose another --out")
     elif run.path.exists() and any(run.path.iterdir()):
         raise UserError(f"{run.path} exists, is not empty and is not a run; choose another --out")
 
-    with _lock(run):
+    with _alone(run):
         model = build_model(config, vocabulary)
         if initial is not None:
             fresh = load_initial(model, initial)
             print(f"initialised from {initial.source}" + (f"; newly initialised: {_summary(fresh)}" if fresh else ""))
-        trainer = Trainer(run, config, model, train, validation, vocabulary, device, precision, live_metric)
+        trainer = Trainer(run, config, model, train, validation, vocabulary, device, precision)
         _start_files(run, record, config, tokenizer.to_str(), environment(device, precision))
         resumed = trainer.resume()
         print(_banner(run, preset, config, trainer, train, precision, device_name(device)))
@@ -71,7 +65,13 @@ def pretrain(
             return run
         if resumed:
             print(f"going on from step {trainer.progress.step:,}")
-        trainer.train()
+        try:
+            trainer.train()
+        except UserError:
+            if not run.steps() and not any(run.metrics()):  # refused before its first update: not a run yet
+                run.config_file.unlink()
+                run.metrics_file.unlink(missing_ok=True)
+            raise
     return run
 
 
@@ -146,37 +146,24 @@ def _start_files(run: RunDir, record: RunRecord, config: RunConfig, tokenizer: s
 
 
 @contextlib.contextmanager
-def _lock(run: RunDir) -> Iterator[None]:
+def _alone(run: RunDir) -> Iterator[None]:
     """Keeps two processes from writing the same run, and takes back a directory that a failure left empty."""
-    import fcntl
-
     created = not run.path.exists()
     try:
-        run.path.mkdir(parents=True, exist_ok=True)
-        lock = open(run.path / ".lock", "w")  # noqa: SIM115  held as long as the run
-    except OSError as error:
-        raise UserError(f"cannot write in {run.path}: {error.strerror}; choose another --out") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(lock.fileno()).st_nlink == 0:  # its last holder removed it meanwhile: a third may lock a new one
-            raise BlockingIOError
-    except OSError:
-        lock.close()
-        raise UserError(f"{run.path} is in use by another process") from None
-    try:
-        yield
+        with lock(run.path / ".lock", remove=True) as ours:
+            require(ours, f"{run.path} is in use by another process")
+            try:
+                yield
+            finally:
+                if created and not run.exists:
+                    for leftover in (run.tokenizer_file, run.env_file):
+                        leftover.unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):
+                        run.checkpoints.rmdir()
     finally:
-        empty = created and not run.exists
-        if empty:
-            for leftover in (run.tokenizer_file, run.env_file):
-                leftover.unlink(missing_ok=True)
+        if created and not run.exists:
             with contextlib.suppress(OSError):
-                run.checkpoints.rmdir()
-        (run.path / ".lock").unlink(missing_ok=True)
-        if empty:
-            with contextlib.suppress(OSError):
-                os.rmdir(run.path)
-        lock.close()
+                run.path.rmdir()
 
 
 def _banner(

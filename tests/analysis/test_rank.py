@@ -14,18 +14,24 @@ import pytest
 import torch
 
 from maelm_fast.analysis.effective_rank import REPORT_FILE, SEES_MASK, read_reports
-from maelm_fast.analysis.gram import GramMatrix, rank_at
 from maelm_fast.analysis.huggingface import MASKING, load_encoder, measure_checkpoint, sequences, text_lines
 from maelm_fast.cli.main import main
-from maelm_fast.data.masking import VALIDATION_EPOCH, pack
+from maelm_fast.data.masking import pack
 from maelm_fast.data.tokenizer import load_tokenizer
 from maelm_fast.errors import UserError
+from maelm_fast.masking import VALIDATION_EPOCH, Masker
+from maelm_fast.training.gram import GramMatrix, rank_at
 from maelm_fast.training.rundir import RunDir
 
 transformers = pytest.importorskip("transformers")
 PNG = b"\x89PNG\r\n\x1a\n"
-SHAPE = {"vocab_size": 310, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-         "intermediate_size": 48}  # fmt: skip
+SHAPE = {
+    "vocab_size": 310,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+}
 IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
 KINDS: dict[str, tuple[str, dict[str, Any], int]] = {
     "roberta": ("Roberta", {"max_position_embeddings": 42}, 40),
@@ -53,9 +59,15 @@ def checkpoints(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     tokenizer.save_pretrained(path / "gpt2")
     bart = transformers.BartConfig(
-        vocab_size=310, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=32, decoder_ffn_dim=32,
-        encoder_attention_heads=2, decoder_attention_heads=2,
-    )  # fmt: skip
+        vocab_size=310,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+    )
     transformers.BartModel(bart).save_pretrained(path / "bart")
     tokenizer.save_pretrained(path / "bart")
     for name in ("no_tokenizer", "no_mask_token", "other_tokenizer", "no_weights", "damaged"):
@@ -82,9 +94,9 @@ def test_ranks_are_those_of_the_model_s_own_hidden_states(kind: str, checkpoints
 
     rows = sequences(encoder, str(store), 6, encoder.longest)
     samples = torch.arange(6).numpy()
-    batch = pack(rows, samples, samples * 0 + VALIDATION_EPOCH, MASKING, encoder.vocabulary, 0, True)
+    batch = pack(rows, samples, samples * 0 + VALIDATION_EPOCH, Masker(MASKING, encoder.vocabulary, 0, True))
     model = transformers.AutoModel.from_pretrained(checkpoints / kind).eval()
-    ids = batch.visible_ids.view(6, -1).long()
+    ids = batch.ids.view(6, -1).long()
     is_mask = ids == encoder.tokenizer.mask_token_id
     special = torch.isin(torch.from_numpy(np.stack(rows)), torch.tensor(encoder.tokenizer.all_special_ids))
     assert not bool((is_mask & special).any())
@@ -183,7 +195,7 @@ def test_texts_that_do_not_fit(
 
 def test_without_transformers_the_remedy_is_named(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UserError, match=r'pip install "maelm_fast\[hf\]"'):
+    with pytest.raises(UserError, match="pip install transformers"):
         load_encoder(checkpoints / "roberta", torch.device("cpu"))
 
 
@@ -226,7 +238,7 @@ def test_runs_and_checkpoints_are_compared_in_one_report(
         (["--data", "nowhere"], "name one with --data STORE"),
         (["--text", "embedded"], "--text is for --hf"),
         (["--length", "64"], "--length is for --hf"),
-        (["--depth", "7"], "unrecognized arguments"),
+        (["--depth", "7"], "unknown option '--depth'"),
     ],
 )
 def test_wrong_arguments_say_what_is_wrong(

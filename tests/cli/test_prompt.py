@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from maelm_fast.cli import main as command_line
-from maelm_fast.cli import prompt
+from maelm_fast.cli.paper import prompt
 from maelm_fast.data.tokenizer import train_tokenizer
 from maelm_fast.errors import UserError
-from maelm_fast.finetuning.prompting import run as module
-from maelm_fast.training.ledger import Ledger
+from maelm_fast.paper.prompting import run as module
+from maelm_fast.stop import StopSignals
+from maelm_fast.work import Ledger
 from tests.finetuning.small import loaded_run, run_directory
 
 TEXT = "It was great. It was terrible. yes, no, red and blue, the man"
@@ -60,11 +61,11 @@ def test_a_table_that_goes_on_after_a_stop(
     argv += ["--out", str(out), *FEW]
     work, done = module.Worker.work, []
 
-    def fails_at_the_sixth(self: module.Worker, unit: module.Unit) -> object:
+    def fails_at_the_sixth(self: module.Worker, unit: module.Unit, stop: StopSignals) -> object:
         if len(done) == 5:
             raise UserError("the power went")
         done.append(unit.key)
-        return work(self, unit)
+        return work(self, unit, stop)
 
     with monkeypatch.context() as patch:
         patch.setattr(module.Worker, "work", fails_at_the_sixth)
@@ -137,7 +138,7 @@ def test_a_task_of_ones_own(runs: dict[str, Path], data: Path, tmp_path: Path) -
     ("options", "message"),
     [
         (["sst2"], "--out is needed"),
-        (["--out", "x"], "name a task: sst2"),
+        (["--out", "x"], "name a task, one of"),
         (["squad_v2", "--out", "x"], "squad_v2 is no prompting task"),
         (["sst3", "--out", "x"], "unknown task 'sst3'"),
         (["sst2", "stsb", "--out", "x", "--template", "{1} {mask}"], "--template is for one task"),
@@ -166,7 +167,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert command_line.main(["prompt", *options, "--model", str(runs["mae"]), "--data", str(data)]) == 2
+    assert command_line.main(["paper", "prompt", *options, "--model", str(runs["mae"]), "--data", str(data)]) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ")
     assert "\n" not in error
@@ -178,7 +179,7 @@ def test_a_place_that_cannot_be_written(
     runs: dict[str, Path], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    argv = ["prompt", "sst2", "--model", str(runs["mae"]), "--data", str(data), "--mode", "zero-shot"]
+    argv = ["paper", "prompt", "sst2", "--model", str(runs["mae"]), "--data", str(data), "--mode", "zero-shot"]
     assert command_line.main([*argv, "--out", str(tmp_path / "file")]) == 2
     assert "choose another --out" in capsys.readouterr().err
     (tmp_path / "out").mkdir()

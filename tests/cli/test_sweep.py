@@ -1,17 +1,19 @@
-"""`maelm-fast sweep` as a user types it: files in, tables out, real training of a tiny encoder."""
+"""`maelm-fast paper sweep` as a user types it: files in, tables out, real training of a tiny encoder."""
 
 from __future__ import annotations
 
 import csv
 import json
 import shutil
+import signal
 import statistics
 from pathlib import Path
 
 import pytest
 
 from maelm_fast.cli.main import main
-from maelm_fast.training.ledger import Ledger
+from maelm_fast.stop import Stopped
+from maelm_fast.work import Ledger
 from tests.finetuning import toys
 
 pytest.importorskip("sklearn")
@@ -34,8 +36,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(place: Path, out: Path, *more: str) -> list[str]:
-    return ["sweep", *OWN, *CPU, "--data", str(place / "data"), "--grid", str(place / "grid.yaml"), "--out", str(out),
-            *more]  # fmt: skip
+    files = ["--data", str(place / "data"), "--grid", str(place / "grid.yaml"), "--out", str(out)]
+    return ["paper", "sweep", *OWN, *CPU, *files, *more]
 
 
 @pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.slow)])
@@ -97,16 +99,14 @@ def test_the_commands_of_the_report_are_commands(place: Path, tmp_path: Path) ->
     text = (tmp_path / "out" / "SWEEP.md").read_text()
     assert "Cells: toy 1 of 2." in text
     words = next(line for line in text.splitlines() if line.startswith("maelm-fast finetune")).split()
-    from maelm_fast.cli.finetune import parse
+    from maelm_fast.cli.finetune import parsed
 
-    options = parse(words[2:])
+    options, own, config = parsed(words[2:])
     entry = json.loads((tmp_path / "out" / "best.json").read_text())["results"][0]
     fields = {**entry["config"], "betas": tuple(entry["config"]["betas"])}
-    assert {name: getattr(options["config"], name) for name in fields} == fields
-    assert options["data"] == str(place / "data")
-    assert options["model"] == str(place / "mae")
-    assert options["step"] == 5
-    assert (options["task"], options["text_columns"], options["label_column"]) == ("classification", "a", "y")
+    assert {name: getattr(config, name) for name in fields} == fields
+    assert (options.data, options.model, options.step) == (str(place / "data"), str(place / "mae"), 5)
+    assert (own.task, own.text_columns, own.label_column) == ("classification", "a", "y")
 
 
 def test_the_papers_rows_stand_beside(place: Path, tmp_path: Path) -> None:
@@ -117,8 +117,8 @@ def test_the_papers_rows_stand_beside(place: Path, tmp_path: Path) -> None:
         lines = [json.dumps({"sentence": row["a"], "label": row["y"]}) for row in rows[:24]]
         (data / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "grid.yaml").write_text("epochs: 1\n")
-    line = ["sweep", "sst2", *CPU, "--model", str(place / "mae"), "--data", str(place), str(tmp_path), "--seeds", "1",
-            "--grid", str(tmp_path / "grid.yaml"), "--out", str(tmp_path / "out")]  # fmt: skip
+    line = ["paper", "sweep", "sst2", *CPU, "--model", str(place / "mae"), "--data", str(place), str(tmp_path)]
+    line += ["--seeds", "1", "--grid", str(tmp_path / "grid.yaml"), "--out", str(tmp_path / "out")]
     assert main([*line, "--paper", "base"]) == 0
     text = (tmp_path / "out" / "SWEEP.md").read_text()
     assert "| model | SST-2 | AVG |" in text
@@ -129,8 +129,11 @@ def test_the_papers_rows_stand_beside(place: Path, tmp_path: Path) -> None:
 def test_stopped_before_anything_began(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("maelm_fast.cli.sweep.run_sweep", lambda *_: False)
-    assert main(command(place, tmp_path / "out", "--model", str(place / "mae"), "--seeds", "1")) == 0
+    def stopped(*_: object) -> None:
+        raise Stopped(received=signal.SIGINT)
+
+    monkeypatch.setattr("maelm_fast.cli.paper.sweep.run_sweep", stopped)
+    assert main(command(place, tmp_path / "out", "--model", str(place / "mae"), "--seeds", "1")) == 130
     assert "stopped with 2 of 2 runs unfinished" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
 
@@ -143,7 +146,7 @@ def test_a_failed_run_is_exit_code_1(
         raise RuntimeError("out of memory")
 
     line = command(place, tmp_path / "out", "--model", str(place / "mae"), "--seeds", "1")
-    monkeypatch.setattr("maelm_fast.finetuning.sweep._train", fails)
+    monkeypatch.setattr("maelm_fast.paper.sweep._train", fails)
     assert main(line) == 1
     assert "2 of 2 runs failed; the same command tries them again" in capsys.readouterr().out
     assert "RuntimeError: out of memory" in (tmp_path / "out" / "SWEEP.md").read_text()
@@ -152,40 +155,40 @@ def test_a_failed_run_is_exit_code_1(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("sweep", "the following arguments are required: --data, --grid, --out"),
-        ("sweep --data {p}/data --grid quick --out {o}", "--model is needed"),
-        ("sweep --data {p}/data --grid quick --out {o} --model {p}/mae", "name a task"),
-        ("sweep sst3 --data {p}/data --grid quick --out {o} --model {p}/mae", "unknown task 'sst3'"),
-        ("sweep sst2 --data {p}/data --grid best --out {o} --model {p}/mae", "unknown grid 'best'"),
-        ("sweep sst2 --data {p}/data --grid quick --out {o} --model {p}/none", "none: no such directory"),
+        ("", "the following arguments are required: --data, --grid, --out"),
+        ("--data {p}/data --grid quick --out {o}", "--model is needed"),
+        ("--data {p}/data --grid quick --out {o} --model {p}/mae", "name a task"),
+        ("sst3 --data {p}/data --grid quick --out {o} --model {p}/mae", "unknown task 'sst3'"),
+        ("sst2 --data {p}/data --grid best --out {o} --model {p}/mae", "unknown grid 'best'"),
+        ("sst2 --data {p}/data --grid quick --out {o} --model {p}/none", "none: no such directory"),
         (
-            "sweep sst2 --data {p}/data --grid quick --out {o} --model {p}/mae@6",
+            "sst2 --data {p}/data --grid quick --out {o} --model {p}/mae@6",
             "no checkpoint at step 6; there are: 5",
         ),
-        ("sweep sst2 --data {p}/data --grid quick --out {o} --model {p}/mae@last", "a checkpoint's step, not 'last'"),
-        ("sweep sst2 --data {p}/data --grid quick --out {o} --model {p}/data", "neither a run directory"),
-        ("sweep sst2 --data {p}/data --grid quick --out {o} --random-init {p}/mae@5", "random weights have no step"),
-        ("sweep sst2 --data {p}/data --grid quick --out {o} --model {p}/mae", "has no field 'sentence'"),
-        ("sweep sst2 --task regression --data {p} --grid quick --out {o} --model {p}/mae", "exclude each other"),
-        ("sweep sst2 --data {p} {p}/data --grid quick --out {o} --model {p}/mae", "has a folder sst2"),
-        ("sweep --task regression --data {p} --grid quick --out {o} --model {p}/mae", "--label-column"),
-        ("sweep sst2 cola --train x.tsv --data {p} --grid quick --out {o} --model {p}/mae", "name one task"),
-        ("sweep {own} --data {p}/data --grid quick --out {o} --model {p}/mae --seeds 0", "--seeds must be"),
-        ("sweep {own} --data {p}/data --grid quick --out {o} --model {p}/mae --budget 0", "--budget must be"),
-        ("sweep {own} --data {p}/data --grid quick --out {o} --model {p}/mae --workers 0", "--workers must be"),
-        ("sweep {own} --data {p}/data --grid quick --out /proc/none --model {p}/mae", "choose another --out"),
-        ("sweep {own} --data {p}/data --grid quick --out {p}/grid.yaml --model {p}/mae", "choose another --out"),
-        ("sweep {own} --name sst2 --data {p}/data --grid quick --out {o} --model {p}/mae", "name of another task"),
-        ("sweep sst2 --data {p} --data {p}/data --grid quick --out {o} --model {p}/mae", "has a folder sst2"),
-        ("sweep {own} --data {p}/data --grid quick --out {o} --model {p}/mae --model {p}/mae", "two models"),
-        ("sweep {own} --data {p}/data --grid quick --out {o} --model {p}/torn", "every checkpoint is damaged"),
+        ("sst2 --data {p}/data --grid quick --out {o} --model {p}/mae@last", "a checkpoint's step, not 'last'"),
+        ("sst2 --data {p}/data --grid quick --out {o} --model {p}/data", "neither a run directory"),
+        ("sst2 --data {p}/data --grid quick --out {o} --random-init {p}/mae@5", "random weights have no step"),
+        ("sst2 --data {p}/data --grid quick --out {o} --model {p}/mae", "has no field 'sentence'"),
+        ("sst2 --task regression --data {p} --grid quick --out {o} --model {p}/mae", "'sst2' and --task regression"),
+        ("sst2 --data {p} {p}/data --grid quick --out {o} --model {p}/mae", "has a folder sst2"),
+        ("--task regression --data {p} --grid quick --out {o} --model {p}/mae", "needs --text-columns"),
+        ("sst2 cola --train x.tsv --data {p} --grid quick --out {o} --model {p}/mae", "name one task"),
+        ("{own} --data {p}/data --grid quick --out {o} --model {p}/mae --seeds 0", "--seeds must be"),
+        ("{own} --data {p}/data --grid quick --out {o} --model {p}/mae --budget 0", "--budget must be"),
+        ("{own} --data {p}/data --grid quick --out {o} --model {p}/mae --workers 0", "--workers must be"),
+        ("{own} --data {p}/data --grid quick --out /proc/none --model {p}/mae", "choose another --out"),
+        ("{own} --data {p}/data --grid quick --out {p}/grid.yaml --model {p}/mae", "choose another --out"),
+        ("{own} --name sst2 --data {p}/data --grid quick --out {o} --model {p}/mae", "name of another task"),
+        ("sst2 --data {p} --data {p}/data --grid quick --out {o} --model {p}/mae", "has a folder sst2"),
+        ("{own} --data {p}/data --grid quick --out {o} --model {p}/mae --model {p}/mae", "two models"),
+        ("{own} --data {p}/data --grid quick --out {o} --model {p}/torn", "every checkpoint is damaged"),
     ],
 )
 def test_bad_input_is_one_line(
     arguments: str, message: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = arguments.format(p=place, o=tmp_path / "out", own=" ".join(OWN)).split()
-    assert main(words) == 2
+    assert main(["paper", "sweep", *words]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("WARNING")]
     assert len(lines) == 1
     assert message in lines[0]

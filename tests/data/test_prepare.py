@@ -18,6 +18,8 @@ from maelm_fast.data import prepare as module
 from maelm_fast.data.prepare import Chunk, PrepareConfig, cut_blocks, cut_documents, prepare, training_sample
 from maelm_fast.data.token_store import Manifest, TokenStore
 from maelm_fast.errors import UserError
+from maelm_fast.work import lock
+from tests.waiting import HANG
 
 WORDS = ["Apple", "bear", "cloud", "Door", "earth", "fire", "grass", "house", "ink", "jar"]
 
@@ -140,7 +142,7 @@ def run_and_kill(text, workers, files):
     script.write_text(DYING)
     environment = {**os.environ, "PYTHONPATH": str(Path(module.__file__).parents[2])}
     command = [sys.executable, str(script), str(text), str(workers), str(files)]
-    return subprocess.run(command, env=environment, check=False, capture_output=True, timeout=30).returncode
+    return subprocess.run(command, env=environment, check=False, capture_output=True, timeout=HANG).returncode
 
 
 def test_killed_at_every_step_and_gone_on_with(text):
@@ -245,7 +247,7 @@ def interrupt(config, monkeypatch, at):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
-        fails("No space left on device: free space", config)
+        fails("No space left on device: free some space", config)
 
 
 def test_a_full_disk_leaves_whole_files_and_is_gone_on_from(text, monkeypatch):
@@ -270,8 +272,22 @@ def test_beginning_anew_when_nothing_is_lost(text, monkeypatch):
 
 
 def test_two_runs_at_once(text):
-    with module._locked(text.parent / "store.partial"):
+    with lock(text.parent / "store.lock"):
         fails("is being written by another run", configure(text))
+
+
+def test_a_run_that_ended_meanwhile(text, monkeypatch):
+    lines = []
+
+    def late(path, **options):
+        monkeypatch.setattr(module, "lock", lock)
+        prepare(configure(text))
+        return lock(path, **options)
+
+    monkeypatch.setattr(module, "lock", late)
+    prepare(configure(text), lines.append)
+    assert lines == [f"{text.parent / 'store'} is already prepared"]
+    assert sorted(path.name for path in text.parent.iterdir()) == ["store", "text.txt"]
 
 
 def test_other_things_in_the_way(text):
@@ -327,6 +343,28 @@ def test_bad_text_leaves_nothing(text):
 
 
 # Tokenizer
+
+
+@pytest.mark.parametrize("inputs", [False, True])
+def test_the_tokenizer_sees_nothing_of_the_validation_split(text, inputs):
+    """A word of those documents alone is no token; had they been among the inputs of training, it would be."""
+    foreign = text.parent / "foreign.txt"
+    foreign.write_text("\n\n".join(" ".join(["zyzzyva"] * 50 + [str(i)]) for i in range(20)))
+    if inputs:
+        config = configure(text, validation_inputs=(str(foreign),))
+    else:
+        config = dataclasses.replace(configure(text), inputs=(str(text), str(foreign)))
+    with pytest.MonkeyPatch.context() as patch:
+        if not inputs:
+            patch.setattr(module._Job, "in_validation", lambda _, document: "zyzzyva" in document[0])
+        prepare(config)
+    store = TokenStore.open(config.out, "validation")
+    assert all("zyzzyva" in sample for sample in decoded(store))
+    assert len(store.tokenizer().encode("zyzzyva", add_special_tokens=False).ids) > 3
+    config = dataclasses.replace(config, inputs=(str(text), str(foreign)), validation_inputs=())
+    prepare(dataclasses.replace(config, out=text.parent / "both"))
+    store = TokenStore.open(text.parent / "both")
+    assert len(store.tokenizer().encode("zyzzyva", add_special_tokens=False).ids) == 1
 
 
 def test_given_tokenizer(text):
@@ -474,5 +512,5 @@ def test_command_line(text, capsys):
     tokenizer.write_text(tokenizer.read_text().replace('"trim_offsets": true', '"trim_offsets": false'))
     with pytest.raises(UserError, match="is not the tokenizer this store was prepared with"):
         cli.main(["show", str(out), "--verify"])
-    with pytest.raises(UserError, match="not allowed with"):
+    with pytest.raises(UserError, match="remove one of the two"):
         cli.main(["prepare", str(text), *arguments, "--validation-input", "x"])

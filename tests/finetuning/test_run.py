@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,10 +27,13 @@ from maelm_fast.finetuning import run as module
 from maelm_fast.finetuning.batches import token_batch, update_order
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import TaskData
-from maelm_fast.finetuning.job import finetune
-from maelm_fast.finetuning.problem import Problem, SentenceProblem, make_problem
-from maelm_fast.finetuning.run import Result, Stopped, evaluation_steps, saved_step, total_updates, train
+from maelm_fast.finetuning.job import finetune, make_problem
+from maelm_fast.finetuning.problem import Problem, SentenceProblem
+from maelm_fast.finetuning.run import Result, evaluation_steps, saved_step, total_updates, train
+from maelm_fast.stop import Stopped
+from maelm_fast.work import Ledger
 from tests.finetuning import toys
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST = FinetuneConfig(
@@ -361,23 +363,23 @@ def test_killed_terminated_and_finished_equals_uninterrupted(tmp_path: Path) -> 
         [sys.executable, "-c", CHILD.format(model=str(model), out=str(out))],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and not list(out.glob("state/seed_0/step_*")):
-        assert child.poll() is None, child.communicate()[0]
-        time.sleep(0.005)
-    os.kill(child.pid, signal.SIGKILL)
-    child.communicate(timeout=60)
+    wait_until(lambda: list(out.glob("state/seed_0/step_*")), child)
+    child.kill()
+    child.communicate()
     assert not (out / "report.json").exists()
 
     told: list[str] = []
 
     def hear(line: str) -> None:
         told.append(line)
-        if line.startswith("seed 1"):
+        if line == "[2/2] seed 1":
             os.kill(os.getpid(), signal.SIGTERM)
 
-    assert [numbers(result) for result in finetune(model, data, SHORT, out, [0, 1], say=hear)] == [numbers(whole[0])]
-    assert "SIGTERM: saved at step 1 of seed 1" in told[-1]
+    with pytest.raises(Stopped) as stopped:
+        finetune(model, data, SHORT, out, [0, 1], say=hear)
+    assert stopped.value.code == 143
+    assert [numbers(Result(**row["result"])) for row in Ledger(out).rows()] == [numbers(whole[0])]
+    assert told[-1] == "[2/2] SIGTERM: stopped at step 1; the same command goes on from there"
     assert [path.name for path in (out / "state").glob("*/*")] == ["step_1"]
     results = finetune(model, data, SHORT, out, [0, 1], say=quiet)
     assert [numbers(result) for result in results] == [numbers(result) for result in whole]

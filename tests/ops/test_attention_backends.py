@@ -21,7 +21,8 @@ from maelm_fast import native
 from maelm_fast.batch import layout_of
 from maelm_fast.errors import UserError
 from maelm_fast.ops import AttentionLayout, PositionBias, attention, dispatch
-from maelm_fast.ops.backends import common, flash, flex, torch_varlen, xformers
+from maelm_fast.ops.attention_backends import common, flash, flex, torch_varlen, xformers
+from maelm_fast.ops.attention_inputs import Call
 from maelm_fast.ops.reference.attention import attention as reference_attention
 from tests.ops.checks import (
     assert_as_good_as_pytorch,
@@ -63,6 +64,18 @@ def exact(plan: AttentionLayout, scale: float) -> Callable[..., Tensor]:
     return lambda q, k, v, line=None: reference_attention(q, k, v, plan.queries, plan.keys, line, scale=scale)
 
 
+def call_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: AttentionLayout,
+    bias: PositionBias | None = None,
+    scale: float = 1.0,
+    dropout_p: float = 0.0,
+) -> Call:
+    return Call(q, k, v, plan, bias, scale, dropout_p, None, 0)
+
+
 def biased(line: Tensor | None) -> PositionBias | None:
     return None if line is None else PositionBias(line, POSITIONS)
 
@@ -88,7 +101,7 @@ def test_flex_forward_and_every_gradient(name: str, bias: bool, dtype: torch.dty
     tensors = inputs(plan, dtype, bias=bias)
 
     def call(q: Tensor, k: Tensor, v: Tensor, line: Tensor | None = None) -> Tensor:
-        return flex.attention(q, k, v, plan, biased(line), scale)
+        return flex.run(call_of(q, k, v, plan, biased(line), scale))
 
     tolerance = 1e-12 if dtype == torch.float64 else 2e-5
     expected = outputs_and_gradients(exact(plan, scale), tensors)
@@ -110,7 +123,7 @@ def test_flex_runs_on_a_cpu_only_when_named() -> None:
 def test_the_block_mask_holds_every_pair_and_its_full_blocks_no_other(name: str) -> None:
     queries, keys = LAYOUTS.get(name, ([500, 3, 0, 260, 128, 128, 140], [700, 0, 40, 300, 128, 128, 513]))
     there = layout_of(queries if keys is None else keys)
-    mask = AttentionLayout(layout_of(queries), there).block_mask
+    mask = flex.block_mask(layout_of(queries), there)
     owners = [torch.repeat_interleave(torch.arange(len(n)), torch.tensor(n)) for n in (queries, list(there.lengths))]
     pairs = owners[0][:, None] == owners[1][None, :]
     padded = torch.zeros([-(-n // 128) * 128 for n in pairs.shape], dtype=torch.bool)
@@ -130,9 +143,14 @@ def test_the_block_mask_holds_every_pair_and_its_full_blocks_no_other(name: str)
         assert torch.equal(listed[0] | listed[1], blocks.any(2))
 
 
-def test_what_is_made_of_the_layout_is_made_once() -> None:
-    plan = plan_of("mixed")
-    assert plan.block_mask is plan.block_mask
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_what_is_made_of_the_layout_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, made = plan_of("mixed"), []
+    block_mask = flex.block_mask
+    monkeypatch.setattr(flex, "block_mask", lambda *layouts: made.append(block_mask(*layouts)) or made[-1])
+    for _ in range(2):
+        flex.run(call_of(*inputs(plan, torch.float32, bias=False), plan))
+    assert len(made) == 1
 
 
 # flash-attn, torch and xformers, with stand-ins
@@ -165,10 +183,23 @@ def package(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None
 
 def stand_in_for_flash(monkeypatch: pytest.MonkeyPatch, calls: list[Any]) -> None:
     def flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
-        causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
-        return_attn_probs=False, block_table=None,
-    ):  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+        block_table=None,
+    ):
         assert (max_seqlen_q, max_seqlen_k) == (longest(cu_seqlens_q), longest(cu_seqlens_k))
         assert dropout_p == 0.0
         calls.append(deterministic)
@@ -228,7 +259,7 @@ def test_what_the_package_is_called_with(backend: str, name: str, step: int, mon
     STAND_INS[backend](monkeypatch, calls)
     plan, scale = plan_of(name), 0.3
     tensors = [strided(t, step) if step else t for t in inputs(plan, torch.bfloat16, bias=False)]
-    actual = outputs_and_gradients(lambda *t: ADAPTERS[backend].attention(*t, plan, None, scale), tensors)
+    actual = outputs_and_gradients(lambda *t: ADAPTERS[backend].run(call_of(*t, plan, scale=scale)), tensors)
     for mine, theirs in zip(actual, outputs_and_gradients(exact(plan, scale), tensors), strict=True):
         assert torch.equal(mine, theirs)
     assert calls[-1:] == {"flash": [False], "torch": [None], "xformers": ["call"]}[backend]
@@ -239,7 +270,7 @@ def test_flash_is_told_to_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> N
     stand_in_for_flash(monkeypatch, calls)
     plan = plan_of("empty")  # which flash-attn takes
     with deterministic():
-        out = flash.attention(*inputs(plan, torch.bfloat16, bias=False), plan, None, 1.0)
+        out = flash.run(call_of(*inputs(plan, torch.bfloat16, bias=False), plan))
     assert calls == [True]
     assert torch.equal(out[3:7], torch.zeros(4, HEADS, DIM, dtype=torch.bfloat16))
 
@@ -250,7 +281,7 @@ def test_the_mask_of_xformers_is_made_once_for_all_layers(monkeypatch: pytest.Mo
     plan = plan_of("mixed")
     tensors = inputs(plan, torch.bfloat16, bias=False)
     for _ in range(3):
-        xformers.attention(*tensors, plan, None, 1.0)
+        xformers.run(call_of(*tensors, plan))
     assert calls == ["mask", *["call"] * 3]
 
 
@@ -268,15 +299,23 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reasons(
-    backend: str, *, name: str = "mixed", dtype: torch.dtype = torch.bfloat16, dim: int = 64, bias: bool = False,
-    dropout_p: float = 0.0, device: str = "cuda", v_dtype: torch.dtype | None = None,
-) -> str:  # fmt: skip
+    backend: str,
+    *,
+    name: str = "mixed",
+    dtype: torch.dtype = torch.bfloat16,
+    dim: int = 64,
+    bias: bool = False,
+    dropout_p: float = 0.0,
+    device: str = "cuda",
+    v_dtype: torch.dtype | None = None,
+) -> str:
     plan = plan_of(name)
     with FakeTensorMode():
         q = torch.empty(plan.queries.num_tokens, HEADS, dim, dtype=dtype, device=device)
         k = torch.empty(plan.keys.num_tokens, HEADS, dim, dtype=dtype, device=device)
         extra = PositionBias(torch.empty(HEADS, 2 * REACH + 1, device=device), POSITIONS) if bias else None
-        return "; ".join(ADAPTERS[backend].reasons(q, k, k.to(v_dtype or dtype), plan, extra, dropout_p))
+        call = call_of(q, k, k.to(v_dtype or dtype), plan, extra, dropout_p=dropout_p)
+        return "; ".join(ADAPTERS[backend].why_not(call))
 
 
 @pytest.mark.usefixtures("everything")
@@ -399,7 +438,7 @@ def test_the_order_of_preference(arguments: dict[str, Any], choice: str, monkeyp
 @pytest.mark.parametrize("backend", ADAPTERS)
 def test_without_tokens_no_kernel_is_called(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only flash and flex take empty sequences at all."""
-    monkeypatch.setattr(ADAPTERS[backend], "reasons", lambda *_: [])
+    monkeypatch.setattr(ADAPTERS[backend], "why_not", lambda _: [])
     plan = AttentionLayout(layout_of([2, 1]), layout_of([0, 0]))
     nothing = torch.randn(0, HEADS, DIM)
     assert torch.equal(

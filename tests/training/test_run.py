@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from maelm_fast import presets
-from maelm_fast.analysis.live import live_metric
 from maelm_fast.config import BackendConfig, OptimConfig, RunConfig
-from maelm_fast.data.masking import VALIDATION_EPOCH, Vocabulary, pack
+from maelm_fast.data.masking import pack
 from maelm_fast.data.order import permutation
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
+from maelm_fast.masking import VALIDATION_EPOCH, Masker, Vocabulary
 from maelm_fast.training import checkpoint, trainer
 from maelm_fast.training.initial import from_run, load_initial
 from maelm_fast.training.job import pretrain
 from maelm_fast.training.optim import build_optimizer, learning_rate
 from maelm_fast.training.rundir import RunDir, load_run
 from maelm_fast.training.trainer import Trainer
+from tests.waiting import HANG, wait_until
 
 
 def config(**sections: dict[str, Any]) -> RunConfig:
@@ -40,9 +40,16 @@ def config(**sections: dict[str, Any]) -> RunConfig:
         presets.get("tiny"),
         model={"hidden_size": 32, "num_heads": 2, "ffn_size": 64, "num_layers": 2, "dropout": 0.1},
         optim={"batch_size": 12, "max_steps": 8, "warmup_steps": 2, "lr": 3e-3},
-        runtime={"micro_batch_size": 5, "log_every": 1, "eval_every": 3, "eval_samples": 20, "save_every": 2,
-                 "device": "cpu", "precision": "fp32"},
-    )  # fmt: skip
+        runtime={
+            "micro_batch_size": 5,
+            "log_every": 1,
+            "eval_every": 3,
+            "eval_samples": 20,
+            "save_every": 2,
+            "device": "cpu",
+            "precision": "fp32",
+        },
+    )
     return presets.change(small, **sections)
 
 
@@ -82,18 +89,50 @@ def test_metrics_have_what_was_promised(whole: Path) -> None:
     assert train[0]["masked"] == 12 * 5  # round(0.15 * 32) of each
 
 
-def test_validation_loss_is_the_mean_over_samples_drawn_from_the_whole_split(store: Path, whole: Path) -> None:
-    opened, run = TokenStore.open(store, "validation"), load_run(whole)
+def test_validation_loss_is_the_mean_over_samples_drawn_from_the_whole_split(store: Path, tmp_path: Path) -> None:
+    """Without dropout: the weights are large, so that it would show."""
+    out = tmp_path / "run"
+    pretrain("tiny", config(model={"init_std": 0.5}, optim={"max_steps": 1, "warmup_steps": 0}), str(store), str(out))
+    opened, run = TokenStore.open(store, "validation"), load_run(out)
     assert len(opened) > 20
     ids = permutation(np.arange(20), len(opened), 0, VALIDATION_EPOCH)
     epochs = np.full(20, VALIDATION_EPOCH)
-    batch = pack([opened[i] for i in ids.tolist()], ids, epochs, config().masking, run.vocabulary, 0, False)
+    batch = pack([opened[i] for i in ids.tolist()], ids, epochs, Masker(config().masking, run.vocabulary, 0, False))
     with torch.no_grad():
         loss, correct = run.model(batch)
-    last = [row for row in rows(whole) if row["kind"] == "validation"][-1]
+    last = [row for row in rows(out) if row["kind"] == "validation"][-1]
     assert last["val_loss"] == pytest.approx(float(loss) / batch.counts.masked, rel=1e-5)
     assert last["val_perplexity"] == pytest.approx(math.exp(last["val_loss"]))
     assert last["val_accuracy"] == int(correct) / batch.counts.masked
+
+
+def test_every_micro_batch_has_dropout_of_its_own(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Always the same micro-batch and weights, the latter so large that dropout shows: the losses differ over updates
+    and within one."""
+    forward = trainer.MaeLm.forward
+    drawn: list[tuple[int, float]] = []
+
+    def of_the_first(self: Any, batch: Any, dropout_seed: torch.Tensor) -> Any:
+        if not drawn:
+            of_the_first.batch = batch  # type: ignore[attr-defined]
+        loss, correct = forward(self, of_the_first.batch, dropout_seed)  # type: ignore[attr-defined]
+        drawn.append((int(dropout_seed), float(loss.detach())))
+        return loss, correct
+
+    monkeypatch.setattr(trainer.MaeLm, "forward", of_the_first)
+    monkeypatch.setattr(trainer, "evaluate", lambda *_: {"val_loss": 1.0, "val_perplexity": 1.0, "val_accuracy": 0.0})
+
+    def run(seed: int, name: str) -> list[tuple[int, float]]:
+        drawn.clear()
+        asked = config(model={"init_std": 0.5}, optim={"lr": 1e-30, "max_steps": 4})
+        pretrain("tiny", replace(asked, seed=seed), str(store), str(tmp_path / name))
+        return drawn.copy()
+
+    first = run(0, "first")
+    seeds, losses = ({pair[i] for pair in first} for i in (0, 1))
+    assert len(seeds) == len(losses) == len(first) == 4 * 3
+    assert run(0, "again") == first
+    assert not {seed for seed, _ in run(1, "other")} & seeds
 
 
 class Killed(Exception):
@@ -168,64 +207,81 @@ def test_accumulation_weights_by_masked_tokens(document_store: Path, tmp_path: P
 
 CHILD = """
 import sys
-sys.path.insert(0, {tests!r})
-from test_run import config
-from maelm_fast.training.job import pretrain
-if __name__ == "__main__":
-    asked = config(optim={{"max_steps": 60}}, runtime={{"workers": {workers}}})
-    pretrain("tiny", asked, {store!r}, {out!r})
+import time
+from pathlib import Path
+if __name__ == "__main__":  # loader processes read this file too
+    sys.path.insert(0, {tests!r})
+    from tests.training.test_run import config
+    from maelm_fast.model.maelm import MaeLm
+    from maelm_fast.training.job import pretrain
+    forward, calls = MaeLm.forward, []
+    def held(self, *arguments, **named):
+        calls.extend([None] * self.training)
+        if self.training and len(calls) == {after} * 3 + 1:
+            Path({out!r} + ".held").touch()
+            while not Path({out!r} + ".go").exists():
+                time.sleep(0.01)
+        return forward(self, *arguments, **named)
+    MaeLm.forward = held
+    pretrain("tiny", config(runtime={{"workers": {workers}}}), {store!r}, {out!r})
 """
 
 
-def start(store: Path, out: Path, workers: int = 0) -> subprocess.Popen[str]:
-    code = CHILD.format(tests=str(Path(__file__).parent), store=str(store), out=str(out), workers=workers)
+def start(store: Path, out: Path, after: int, workers: int = 0) -> subprocess.Popen[str]:
+    """A run in a process of its own, which is held in the middle of an update, `after` updates of its own behind it,
+    until `release`."""
+    code = CHILD.format(tests=str(Path(__file__).parents[2]), store=str(store), out=str(out), after=after, workers=workers)
     script = out.with_suffix(".py")  # a file, since spawned workers import the main module
     script.write_text(code)
-    command = [sys.executable, str(script)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    held = out.with_suffix(".held")
+    held.unlink(missing_ok=True)
+    child = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
+    wait_until(held.exists, child)
+    return child
 
 
-def finish(child: subprocess.Popen[str], timeout: float = 240) -> str:
-    output, _ = child.communicate(timeout=timeout)
-    assert child.returncode == 0, output
+def release(child: subprocess.Popen[str], out: Path, code: int = 0) -> str:
+    """What it printed when it has ended, with that exit status."""
+    out.with_suffix(".go").touch()
+    output, _ = child.communicate(timeout=HANG)
+    assert child.returncode == code, output
     return output
 
 
-def wait_for_step(out: Path, step: int) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if any(row["step"] >= step for row in RunDir(out).metrics()):
-            return
-        time.sleep(0.02)
-    raise AssertionError("the run did not get there")
-
-
-def test_sigkill_and_sigterm_leave_a_run_that_goes_on_bit_for_bit(store: Path, tmp_path: Path) -> None:
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    finish(start(store, whole))
-    killed = start(store, cut)
-    wait_for_step(cut, 17)
-    killed.kill()
-    killed.communicate()
-    asked = start(store, cut)
-    wait_for_step(cut, 35)
+def test_sigkill_and_sigterm_leave_a_run_that_goes_on_bit_for_bit(
+    store: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And while it lives no other process may write the run."""
+    cut = tmp_path / "cut"
+    killed = start(store, cut, after=5)
+    try:
+        with pytest.raises(UserError, match="in use by another process"):
+            pretrain("tiny", config(), str(store), str(cut))
+    finally:
+        killed.kill()
+        killed.communicate()
+    asked = start(store, cut, after=2)
     asked.send_signal(signal.SIGTERM)
-    output = finish(asked, timeout=60)
-    assert "going on from step" in output
-    assert "SIGTERM: saved at step" in output
-    assert "going on from step" in finish(start(store, cut))
+    output = release(asked, cut, code=143)
+    assert "going on from step 4\n" in output
+    assert "SIGTERM: saved at step 7;" in output
+    pretrain("tiny", config(), str(store), str(cut))
+    assert "going on from step 7\n" in capsys.readouterr().out
     assert_same(cut, whole)
 
 
 def test_a_signal_to_the_whole_group_stops_a_run_with_workers(store: Path, tmp_path: Path) -> None:
     """As a terminal's Ctrl-C or a scheduler sends it: the workers must live until the trainer has saved."""
     out = tmp_path / "run"
-    child = start(store, out, workers=2)
-    wait_for_step(out, 5)
+    child = start(store, out, after=1, workers=1)
     os.killpg(child.pid, signal.SIGTERM)
-    assert "SIGTERM: saved at step" in finish(child, timeout=60)
+    assert "SIGTERM: saved at step 2;" in release(child, out, code=143)
 
 
 def test_a_finished_run_is_left_alone(store: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -395,12 +451,14 @@ def test_nonfinite_updates_are_skipped_counted_and_end_the_run(
 
 def test_live_ranks_are_in_the_metrics_and_change_nothing_else(store: Path, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    pretrain("tiny", config(metrics={"rank_every": 3}), str(store), str(out), live_metric=live_metric)
+    pretrain("tiny", config(metrics={"rank_every": 3}), str(store), str(out))
+    pretrain("tiny", config(metrics={"rank_every": 0}), str(store), str(tmp_path / "never"))
     found = rows(out)
     ranks = [row for row in found if row["kind"] == "rank"]
     assert [row["step"] for row in ranks] == [3, 6, 8]
     assert all(1 <= row["rank_last"] <= 32 for row in ranks)
-    assert [row for row in found if row["kind"] != "rank"] == rows(whole)
+    assert ranks[-1:] == [row for row in rows(whole) if row["kind"] == "rank"]  # by default the last too
+    assert [row for row in found if row["kind"] != "rank"] == rows(tmp_path / "never")
 
 
 def test_early_stop(store: Path, tmp_path: Path) -> None:
@@ -457,18 +515,6 @@ def test_other_data_is_refused(document_store: Path, whole: Path) -> None:
         pretrain("tiny", config(), str(document_store), str(whole))
 
 
-def test_two_processes_cannot_write_one_run(store: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    child = start(store, out)
-    wait_for_step(out, 1)
-    try:
-        with pytest.raises(UserError, match="in use by another process"):
-            pretrain("tiny", config(optim={"max_steps": 60}), str(store), str(out))
-    finally:
-        child.kill()
-        child.communicate()
-
-
 def test_a_lock_that_was_removed_before_it_was_taken_is_none(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -502,8 +548,13 @@ def test_init_from_a_run(store: Path, whole: Path, tmp_path: Path) -> None:
     end_loss = [r for r in rows(whole) if r["kind"] == "validation"][-1]["val_loss"]
     assert start_loss == pytest.approx(end_loss, rel=1e-5)
     other = tmp_path / "roberta"  # the encoder carries over to another objective, the decoder does not
-    pretrain("roberta_tiny", replace(asked, model=replace(asked.model, decoder="none", decoder_relative_bias=False)),
-             str(store), str(other), initial)  # fmt: skip
+    pretrain(
+        "roberta_tiny",
+        replace(asked, model=replace(asked.model, decoder="none", decoder_relative_bias=False)),
+        str(store),
+        str(other),
+        initial,
+    )
     assert torch.allclose(final_weights(other)["encoder.token_table"], final_weights(whole)["encoder.token_table"])
 
 

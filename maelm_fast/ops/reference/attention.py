@@ -24,7 +24,8 @@ def attention(
 ) -> Tensor:
     """softmax(q k^T * scale + line[head, clamp(key_position - query_position, -R, R) + R]) v, sequence by sequence.
 
-    q: (Tq, heads, head_dim). k, v: (Tk, heads, head_dim). line: (heads, 2R+1) or None. A query without keys gives 0.
+    q: (Tq, heads, head_dim). k, v: (Tk, heads, head_dim). line: (heads, 2R+1) or None. A query without keys,
+    or whose keys all have a bias of -inf, gives 0.
     Computed in fp32 (fp64 for fp64 input). Returns (Tq, heads, head_dim) in q's dtype."""
     wide = torch.promote_types(q.dtype, torch.float32)
     outputs = []
@@ -40,8 +41,12 @@ def attention(
         if line is not None:
             distance = k_places[s][None, :].long() - q_places[s][:, None].long()
             reach = line.shape[1] // 2
-            scores = scores + line.to(wide)[:, distance.clamp(-reach, reach) + reach]
+            bias = line.to(wide)[:, distance.clamp(-reach, reach) + reach]
+            alone = bias.isneginf().all(-1, keepdim=True)
+            scores = (scores + bias).masked_fill(alone, 0.0)
         weights = scores.softmax(dim=-1)
+        if line is not None:
+            weights = weights.masked_fill(alone, 0.0)
         if dropout_p > 0.0 and seed is not None:
             rows = torch.arange(q_s.shape[0], device=q.device) + start
             keep = keep_weights(rows, q.shape[1], k_s.shape[0], dropout_p, seed, place, wide)

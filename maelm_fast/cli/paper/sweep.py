@@ -1,0 +1,209 @@
+"""`maelm-fast paper sweep TASK... --model DIR --data DIR --grid GRID --out OUT`: a grid over seeds, tasks and models.
+
+Started again, by hand or beside itself, the command goes on with what is not finished; finetuning/sweep.py says which
+files there are, and in which order runs are taken up.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from maelm_fast.cli.common import option, parse
+from maelm_fast.cli.paper.experiment import duration
+from maelm_fast.cli.tasks import TaskOptions
+from maelm_fast.config import require
+from maelm_fast.errors import UserError
+from maelm_fast.finetuning.config import FinetuneConfig
+from maelm_fast.finetuning.examples import read_task
+from maelm_fast.finetuning.metrics import baselines
+from maelm_fast.finetuning.tasks import TASKS, Task
+from maelm_fast.paper import grids, printed
+from maelm_fast.paper.sweep import Model, Sweep, estimate, make_model, make_sweep, read_done, run_sweep
+from maelm_fast.paper.sweep_plot import PICTURE, draw
+from maelm_fast.paper.sweep_report import GLUE, REPORT, RUNS, write_tables
+from maelm_fast.stop import Stopped
+
+PAPER = {"base": (printed.TABLE_1, 0), "base++": (printed.TABLE_1, 1), "large++": (printed.TABLE_6, 0)}
+
+
+EXAMPLES = """
+    maelm-fast paper sweep rte mrpc --model runs/base --data glue/ --grid quick --out sweeps/quick
+    maelm-fast paper sweep glue --model MLM=runs/mlm --model MAE-LM=runs/mae@50000 --data glue/ --grid paper-base \\
+        --workers 2 --out sweeps/glue
+    maelm-fast paper sweep glue --model runs/base --data glue/ --grid paper-base --out sweeps/glue --plan
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Fine-tune every cell of a grid with several seeds, and report each task's best cell by the median over seeds on
+    the development set. Several of these commands may share one --out, say one per GPU (CUDA_VISIBLE_DEVICES).
+
+    Exit code: 0; 1 if a run failed; 2 for bad input; 143 or 130 if stopped by SIGTERM or SIGINT."""
+
+    tasks: tuple[str, ...] = option(
+        (), positional=True, metavar="TASK", help=f"Of {', '.join(TASKS)}; 'glue' is all of GLUE's eight."
+    )
+    model: tuple[str, ...] = option((), metavar="[LABEL=]DIR[@STEP]")
+    """A run directory of ours (newest checkpoint, or that of STEP) or a Hugging Face directory; a row each."""
+    random_init: tuple[str, ...] = option((), metavar="[LABEL=]DIR", more=True)
+    """A row for the same encoder with random weights, the control that pretraining must beat."""
+    data: tuple[str, ...] = option(metavar="DIR")
+    """A directory with TASK/ or its files in it, or hub; of several, a task takes the first that has TASK/."""
+    grid: str = option(
+        help="; ".join(f"{grid.name}: {grid.about}" for grid in grids.GRIDS.values())
+        + "; or a YAML file, see docs/sweeps.md."
+    )
+    out: Path
+    """Ledger and reports; sweeps in one directory share runs."""
+    seeds: int = 5
+    """Each cell with seeds 0 to N-1; the paper's are 5."""
+    budget: int | None = option(None, more=True)
+    """A fixed pseudo-random subset of so many cells of each task's grid."""
+    workers: int = 1
+    """Processes, each with one GPU in turn, or its share of the CPU threads."""
+    limit: int | None = option(None, more=True)
+    """Training examples per task: a fixed pseudo-random subset."""
+    engine: Literal["auto", "packed", "transformers"] = option("auto", more=True)
+    """For Hugging Face directories: their own model (auto), or our kernels (packed)."""
+    device: Literal["auto", "cpu", "cuda"] = option("auto", more=True)
+    precision: Literal["auto", "bf16", "fp32"] = option("auto", more=True)
+    """Unless the grid names it."""
+    micro_batch_tokens: int = option(FinetuneConfig.micro_batch_tokens, more=True)
+    """Tokens of a forward pass: lower it if memory runs out."""
+    paper: Literal["base", "base++", "large++"] | None = option(None, more=True)
+    """The paper's rows of that setting beside ours."""
+    plan: bool = option(False, aliases=("--dry-run",))
+    """Show cells, runs and the time they will take, and stop."""
+
+
+def main(argv: list[str]) -> int:
+    options, own = parse("paper sweep", argv, Options, TaskOptions, examples=EXAMPLES)
+    sweep = _sweep(options, own)
+    out = options.out
+    print("\n".join(_planned(sweep, out)), flush=True)
+    if options.plan:
+        return 0
+    rows = _printed(options.paper) if options.paper else []
+    references = {search.data.task.name: baselines(search.data) for search in sweep.searches}
+    places = {search.data.task.name: _data_options(search.data.task, options, own) for search in sweep.searches}
+    tables = partial(write_tables, printed=rows, baselines=references, data_options=places)
+    stopped = None
+    try:
+        run_sweep(sweep, out, options.workers, tables)
+    except Stopped as stop:
+        stopped = stop
+    finally:
+        if out.exists():
+            tables(sweep, out)
+    if (out / REPORT).exists():  # not if it was stopped before anything began
+        _finish(sweep, out)
+    done = read_done(out)
+    if stopped is not None:
+        left = len(done.unfinished(sweep))
+        print(f"stopped with {left} of {len(sweep.runs)} runs unfinished; the same command goes on")
+        raise stopped
+    if failed := [run for run in sweep.runs if run.key in done.errors]:
+        print(f"{len(failed)} of {len(sweep.runs)} runs failed; the same command tries them again")
+        return 1
+    return 0
+
+
+def _sweep(options: Options, own: TaskOptions) -> Sweep:
+    require(bool(options.model or options.random_init), "--model is needed: a run directory or a Hugging Face one")
+    grid = grids.get(options.grid)
+    chosen = own.chosen(options.tasks, GLUE)
+    models = [parse_model(text) for text in options.model] + [parse_model(text, True) for text in options.random_init]
+    base = FinetuneConfig(
+        device=options.device, precision=options.precision, micro_batch_tokens=options.micro_batch_tokens
+    )
+    for task in chosen:  # before the data is read, which may take long
+        grid.cells(task, base)
+    data = [read_task(task, _place(task, options.data), own.train, own.validation, options.limit) for task in chosen]
+    return make_sweep(grid, models, data, options.seeds, options.budget, options.engine, base)
+
+
+def _place(task: Task, places: Sequence[str]) -> str:
+    """Which of --data has the task."""
+    having = [place for place in places if (Path(place) / task.name).is_dir()]
+    require(len(places) == 1 or bool(having), f"none of {', '.join(places)} has a folder {task.name}: see --data")
+    return (having or places)[0]
+
+
+def _data_options(task: Task, options: Options, own: TaskOptions) -> str:
+    """The same for `maelm-fast finetune`."""
+    words = ["--data", _place(task, options.data)]
+    for name, value in {**vars(own), "limit": options.limit}.items():
+        if value:
+            words += [f"--{name.replace('_', '-')}", *(value if isinstance(value, tuple) else [str(value)])]
+    return shlex.join(words)
+
+
+def parse_model(text: str, random_init: bool = False) -> Model:
+    """ "LABEL=DIR@STEP"; a directory whose name has these signs in it is taken as it is."""
+    label, path, step = "", text, None
+    if not Path(path).exists() and "=" in path:
+        label, path = path.split("=", 1)
+        require(bool(label), f"--model {text}: the label before '=' is empty")
+    if not Path(path).exists() and "@" in path:
+        path, number = path.rsplit("@", 1)
+        require(number.isdigit(), f"--model {text}: after '@' comes a checkpoint's step, not '{number}'")
+        step = int(number)
+    if not label:
+        label = Path(path).resolve().name + (f" at {step:,}" if step is not None else "")
+        label += ", random init" if random_init else ""
+    return make_model(label, path, step, random_init)
+
+
+def _printed(setting: str) -> list[tuple[str, dict[str, str]]]:
+    table, group = PAPER[setting]
+    _, rows = table.groups[group]
+    return [(f"paper, {setting}: {row[0]}", dict(zip(table.columns, row, strict=True))) for row in rows]
+
+
+def _planned(sweep: Sweep, out: Path) -> Iterator[str]:
+    done = read_done(out)
+    waiting = {run.key for run in done.unfinished(sweep)}
+    yield f"grid {sweep.grid.name}: {sweep.grid.about}"
+    for model in sweep.models:
+        step = "" if model.step is None else f", step {model.step:,}"
+        yield f"model {model.label}: {model.path}{step}{', random weights' if model.random_init else ''}"
+    yield f"{'task':14}{'cells':>14}{'seeds':>7}{'runs':>7}{'finished':>10}  searched"
+    for search in sweep.searches:
+        runs = [run for run in sweep.runs if run.search is search]
+        cells = f"{len(search.cells)} of {search.grid_size}"
+        searched = ", ".join(
+            f"{name} {'/'.join(grids.shown(value) for value in values)}"
+            for name, values in sweep.grid.values(search.data.task).items()
+            if len(values) > 1
+        )
+        finished = sum(run.key not in waiting for run in runs)
+        counts = f"{cells:>14}{sweep.seeds:>7}{len(runs):>7}{finished:>10}"
+        yield f"{search.data.task.title:14}{counts}  {searched or 'nothing'}"
+        for note in search.data.notes:
+            yield f"    {note}"
+    seconds, unknown = estimate(sweep, done)
+    if len(waiting) == len(sweep.runs):
+        time = "no estimate before a run is finished"
+    else:
+        time = f"about {duration(seconds)} in one process, by the finished ones"
+        time += f", and {unknown} runs of models and tasks of which none is finished" if unknown else ""
+    yield f"{len(sweep.runs)} runs, {len(waiting)} unfinished" + (f": {time}" if waiting else "")
+
+
+def _finish(sweep: Sweep, out: Path) -> None:
+    """The picture, and where everything is."""
+    text = (out / REPORT).read_text(encoding="utf-8")
+    print("\n" + text.split("## Results", 1)[1].split("## Best cells", 1)[0].strip() + "\n")
+    written = f"written: {out / REPORT}, best.json, {RUNS}"
+    try:
+        draw(sweep, out)
+    except UserError as error:
+        print(f"{written}; {PICTURE} is not drawn: {error}")
+    else:
+        print(f"{written}, {PICTURE}")

@@ -1,0 +1,191 @@
+"""Our Triton kernels (kernels/attention.py): the only ones with a bias by distance and with dropout from a seed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from maelm_fast.ops import dispatch
+from maelm_fast.ops.attention_inputs import Call, PositionBias
+from maelm_fast.ops.registration import custom_op, describe
+
+if TYPE_CHECKING:
+    from maelm_fast.kernels.attention import Packed
+
+LOG2E = 1.4426950408889634
+
+
+def why_not(call: Call) -> list[str]:
+    q, k, v = call.q, call.k, call.v
+    reasons = dispatch.triton_reasons(q, k, v)
+    if q.device.type == "cuda" and q.dtype == torch.float32:
+        reasons.append("dtype float32 (it takes bf16 and fp16)")
+    if not q.dtype == k.dtype == v.dtype:
+        reasons.append("q, k and v differ in dtype")
+    if q.shape[-1] > 128:
+        reasons.append(f"head_dim {q.shape[-1]} (at most 128)")
+    return reasons
+
+
+def run(call: Call) -> Tensor:
+    line = lookup = None
+    if call.bias is not None and call.bias.reach > 0:  # one bias for every distance changes nothing
+        line, lookup = call.bias.line, lookup_of(call.bias)
+    queries, keys = call.layout.queries, call.layout.keys
+    out: Tensor = torch.ops.maelm_fast.attention_triton_fwd(
+        call.q,
+        call.k,
+        call.v,
+        line,
+        lookup,
+        queries.cu_seqlens,
+        keys.cu_seqlens,
+        queries.positions,
+        keys.positions,
+        *_tiles(call),
+        call.scale,
+        call.dropout_p,
+        call.seed,
+        call.place,
+    )[0]
+    return out
+
+
+def lookup_of(bias: PositionBias) -> Tensor:
+    """(heads, 3P) fp32 for the kernel: the bias times log2(e) of each distance from 1-P to P-1, then -inf, which an
+    absent key is given by a position that is too large."""
+
+    def make() -> Tensor:
+        distance = torch.arange(2 * bias.positions - 1, device=bias.line.device) - (bias.positions - 1)
+        line = bias.line.detach().float()[:, distance.clamp(-bias.reach, bias.reach) + bias.reach]
+        return F.pad(line * LOG2E, (0, bias.positions + 1), value=float("-inf")).contiguous()
+
+    lookup: Tensor = bias.keep("triton lookup", make)
+    return lookup
+
+
+def _tiles(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """The query tiles of the forward kernel and of dq, the key tiles of dkv."""
+    from maelm_fast.kernels.attention import tile_lists
+
+    layout, dim, device = call.layout, call.q.shape[-1], call.q.device
+    tiles: tuple[Tensor, Tensor, Tensor] = layout.keep(
+        ("triton tiles", dim), lambda: tile_lists(layout.queries.lengths, layout.keys.lengths, dim, device)
+    )
+    return tiles
+
+
+def _packed(*tensors: Tensor) -> Packed:
+    from maelm_fast.kernels.attention import Packed
+
+    return Packed(*tensors)
+
+
+def _reach(line: Tensor | None) -> int:
+    return line.shape[1] // 2 if line is not None else 0
+
+
+@custom_op("attention_triton_fwd")
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    line: Tensor | None,
+    lookup: Tensor | None,
+    q_starts: Tensor,
+    k_starts: Tensor,
+    q_positions: Tensor,
+    k_positions: Tensor,
+    fwd_tiles: Tensor,
+    dq_tiles: Tensor,
+    dkv_tiles: Tensor,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    place: int,
+) -> tuple[Tensor, Tensor]:
+    """The result and the log of the softmax's denominator, (heads, Tq) fp32."""
+    from maelm_fast.kernels.attention import attention_fwd
+
+    packed = _packed(q_starts, k_starts, q_positions, k_positions, fwd_tiles, dq_tiles, dkv_tiles)
+    return attention_fwd(q, k, v, lookup, _reach(line), packed, scale, dropout_p, seed, place)
+
+
+@custom_op("attention_triton_bwd")
+def _backward_op(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    line: Tensor | None,
+    lookup: Tensor | None,
+    line_gradient: bool,
+    q_starts: Tensor,
+    k_starts: Tensor,
+    q_positions: Tensor,
+    k_positions: Tensor,
+    fwd_tiles: Tensor,
+    dq_tiles: Tensor,
+    dkv_tiles: Tensor,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    place: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and, if asked for, of the line; else that has no elements."""
+    from maelm_fast.kernels.attention import attention_bwd
+
+    packed = _packed(q_starts, k_starts, q_positions, k_positions, fwd_tiles, dq_tiles, dkv_tiles)
+    numbers = (scale, dropout_p, seed, place)
+    grad_q, grad_k, grad_v, grad_line = attention_bwd(
+        grad_out, grad_lse, q, k, v, out, lse, lookup, _reach(line), line_gradient, packed, *numbers
+    )
+    return grad_q, grad_k, grad_v, q.new_empty(0) if grad_line is None or line is None else grad_line.to(line.dtype)
+
+
+def _fake_fwd(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+def _fake_bwd(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    line: Tensor | None,
+    lookup: Tensor | None,
+    line_gradient: bool,
+    *_: Any,
+) -> tuple[Tensor, ...]:
+    grad_line = line.new_empty(line.shape) if line is not None and line_gradient else q.new_empty(0)
+    return (*(t.new_empty(t.shape) for t in (q, k, v)), grad_line)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, line, lookup, *layout, scale, dropout_p, seed, place = inputs
+    ctx.save_for_backward(q, k, v, *output, line, lookup, *layout, seed)
+    ctx.numbers = (scale, dropout_p, place)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, line, lookup, *layout, seed = ctx.saved_tensors
+    scale, dropout_p, place = ctx.numbers
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    wanted = line is not None and ctx.needs_input_grad[3]
+    grad_q, grad_k, grad_v, grad_line = torch.ops.maelm_fast.attention_triton_bwd(
+        grad_out, grad_lse, q, k, v, out, lse, line, lookup, wanted, *layout, scale, dropout_p, seed, place
+    )
+    return grad_q, grad_k, grad_v, grad_line if wanted else None
+
+
+describe("attention_triton_fwd", _fake_fwd, _setup_context, _backward)
+describe("attention_triton_bwd", _fake_bwd)

@@ -1,0 +1,77 @@
+"""What attention takes beside q, k and v: who attends to whom, and a bias by distance. Neither knows the backends: each
+of those works out a structure of its own, once, and has it kept here for the other layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from maelm_fast.batch import Layout
+from maelm_fast.errors import UserError
+
+
+class _Keeper:
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, Any] = {}
+
+    def keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """make(), or what it returned to an earlier call with this key. The key is the backend's own: a name, or an
+        object that only it has. (functools.cached_property takes a lock on Python 3.11, which torch.compile cannot
+        trace.)"""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+
+class AttentionLayout(_Keeper):
+    """Who attends to whom: sequence s of `queries` to sequence s of `keys`. Positions ascend within a sequence. Make
+    one per batch and share it among layers: what backends work out from the layouts is kept on it."""
+
+    def __init__(self, queries: Layout, keys: Layout | None = None) -> None:
+        super().__init__()
+        self.queries = queries
+        self.keys = queries if keys is None else keys
+        if len(self.queries.lengths) != len(self.keys.lengths):
+            raise UserError(
+                f"attention: {len(self.queries.lengths)} query sequences but {len(self.keys.lengths)} key sequences"
+            )
+
+
+class PositionBias(_Keeper):
+    """A bias by distance. line: (heads, 2R+1), what is added to the scaled logits at each distance key - query from -R
+    to R; beyond them, what stands at the nearer end. -inf excludes a pair. positions: one above the largest position;
+    R+1 unless told. Make one per forward pass and share it among layers."""
+
+    def __init__(self, line: Tensor, positions: int | None = None) -> None:
+        super().__init__()
+        self.line = line
+        self.reach = line.shape[1] // 2
+        self.positions = self.reach + 1 if positions is None else positions
+        if line.dim() != 2 or line.shape[1] % 2 == 0 or self.reach >= self.positions:
+            raise UserError(
+                f"PositionBias: the line must be (heads, 2R+1) with R < {self.positions} positions; "
+                f"it is {tuple(line.shape)}"
+            )
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of attention(), as its backends get it: checked, every default filled in. Shapes are attention()'s."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layout: AttentionLayout
+    bias: PositionBias | None
+    scale: float
+    dropout_p: float
+    seed: Tensor | None
+    place: int
+
+    @property
+    def is_empty(self) -> bool:
+        """No queries or no keys: the result is 0, and there is nothing to launch a kernel for."""
+        return self.q.shape[0] == 0 or self.k.shape[0] == 0

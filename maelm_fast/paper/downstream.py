@@ -1,0 +1,263 @@
+"""What is done with a pretrained model downstream: the tasks that are at hand, and the units of work on them.
+
+A unit is a stage of a cell's work (plan.py), known by the hash of all that decides its result: the cell, the
+checkpoint, the examples, the hyperparameters. Step 0 is the encoder as it was before pretraining, the control.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from maelm_fast.config import to_dict
+from maelm_fast.data.order import subset
+from maelm_fast.errors import UserError
+from maelm_fast.finetuning import tasks
+from maelm_fast.finetuning.config import FinetuneConfig
+from maelm_fast.finetuning.examples import Examples, SpanExamples, TaskData, read_task
+from maelm_fast.finetuning.fingerprint import data_fingerprint, deciding, digest
+from maelm_fast.finetuning.tasks import Task
+from maelm_fast.paper.grids import Grid
+from maelm_fast.paper.prompting.fewshot import SPLIT_SEEDS, FewShotConfig, base_config
+from maelm_fast.paper.prompting.run import MODES, Mode
+from maelm_fast.paper.prompting.templates import TEMPLATES
+from maelm_fast.paper.scales import Downstream
+
+_YES = (("yes", "no"), ("true", "false"))
+_NO = tuple((no, yes) for yes, no in _YES)
+LABEL_WORDS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "sst2": (("bad", "good"), *_NO),
+    "cola": (("wrong", "right"), *_NO),
+    "mnli": (("yes", "perhaps", "no"), ("true", "or", "false")),
+    "qnli": _YES,
+    "rte": _YES,
+    "mrpc": _NO,
+    "qqp": _NO,
+    "stsb": _NO,
+}
+"""What takes the place of the paper's label words, in the order of the classes, if a small vocabulary does not have
+each of them as one token (ours): the first line of words that it has."""
+
+
+def label_words(task: str) -> list[tuple[str, ...]]:
+    """The paper's words for the classes of a task, then those that may take their place."""
+    return [tuple(TEMPLATES[task].words.values()), *LABEL_WORDS[task]]
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """One training on a task from one checkpoint."""
+
+    task: str
+    data: str
+    """Fingerprint of the examples, those of the scale's limits."""
+    step: int
+    """Of the checkpoint; 0 is the encoder before pretraining."""
+    setting: int
+    """Number of the grid's cell."""
+    config: FinetuneConfig
+    ranks: bool
+    """Whether effective ranks on the development inputs are measured afterwards."""
+
+    @property
+    def stage(self) -> str:
+        return f"finetune {self.task} setting {self.setting} seed {self.config.seed} at {self.step}"
+
+    def hash(self, cell: str) -> str:
+        """cell: its key."""
+        return digest(cell, self.step, self.data, deciding(self.config), self.ranks)
+
+
+@dataclass(frozen=True)
+class Prompting:
+    """One prompting mode on a task; of the few-shot modes one of the splits."""
+
+    task: str
+    data: str
+    step: int
+    mode: Mode
+    seed: int | None
+    """Of the draw of examples; None for zero-shot."""
+    few: FewShotConfig
+
+    @property
+    def stage(self) -> str:
+        draw = "" if self.seed is None else f" draw {self.seed}"
+        return f"prompt {self.task} {self.mode}{draw} at {self.step}"
+
+    def hash(self, cell: str) -> str:
+        """cell: its key."""
+        few = None if self.seed is None else [to_dict(self.few), self.seed]
+        words = None if self.mode == "head" else [TEMPLATES[self.task].text, label_words(self.task)]
+        base = deciding(base_config())
+        return digest(cell, self.step, self.data, self.mode, few, words, base)
+
+
+Unit = FineTuning | Prompting
+Split = Examples | SpanExamples
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a task, for estimates of cost."""
+
+    train: int
+    validation: int
+    """Examples of all validation splits."""
+    text_bytes: float
+    """Of an example, on average, in UTF-8."""
+
+
+_TEXT_BYTES = {"mnli": 170, "qqp": 117, "qnli": 218, "sst2": 54, "cola": 41, "rte": 330, "mrpc": 237, "stsb": 115,
+               "squad_v2": 790}  # fmt: skip
+"""Of an example, roughly, for plans without data."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """Of a task, as read_task takes them; those named plainly after their split need not be given."""
+
+    train: tuple[str, ...] = ()
+    validation: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Found:
+    """The tasks of an experiment that are at hand, in the order it wants them.
+
+    `data` and what it decides are empty for a plan made without data, of official sizes."""
+
+    sources: tuple[str, ...]
+    """Directories, or hub; none of a plan made without data."""
+    tasks: tuple[Task, ...]
+    sizes: dict[str, Size]
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Task -> why it is not there."""
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    data: dict[str, TaskData] = field(default_factory=dict, compare=False, repr=False)
+
+
+def find_tasks(
+    names: Sequence[str],
+    sources: Sequence[str],
+    amount: Downstream,
+    one: bool = False,
+    files: Mapping[str, Files] | None = None,
+) -> Found:
+    """Reads each task from the first of the sources (each read_task's `data`) that has it, as much as the scale takes;
+    with `one` only the first task that is there. files: of the tasks whose files are not plainly named.
+
+    A task that none of them has, or has in order, is left out with the reason; the plan and the report name it.
+    Raises UserError if not one task is there, or if one whose files were named is not read."""
+    data: dict[str, TaskData] = {}
+    left_out: dict[str, str] = {}
+    for name in names:
+        if one and data:
+            break
+        named = (files or {}).get(name, Files())
+        reasons: dict[str, str] = {}
+        for source in sources:
+            try:
+                read = read_task(tasks.get(name), source, named.train, named.validation)
+            except UserError as error:
+                reasons[source] = str(error)
+            else:
+                data[name] = _limited(read, amount)
+                break
+        else:
+            having = [source for source in sources if (Path(source) / name).is_dir()]
+            left_out[name] = reasons[(having or list(sources))[0]]
+    shown = " ".join(sources)
+    for name, named in (files or {}).items():
+        if named != Files() and name not in data:
+            why = left_out.get(name) or f"one task is enough here, and {next(iter(data))} comes first"
+            raise UserError(f"files of {name} are named, but it is not read: {why}")
+    if not data:
+        raise UserError(f"--tasks {shown}: none of {', '.join(names)} can be read; {names[0]}: {left_out[names[0]]}")
+    return Found(
+        tuple(sources),
+        tuple(found.task for found in data.values()),
+        {name: _size(found) for name, found in data.items()},
+        left_out,
+        {name: data_fingerprint(found) for name, found in data.items()},
+        data,
+    )
+
+
+def assumed_tasks(names: Sequence[str], amount: Downstream) -> Found:
+    """All of these tasks in their official sizes, for a plan that is only shown."""
+    found = tuple(map(tasks.get, names))
+    sizes = {}
+    for task in found:
+        train, *validation = (examples for _, examples in task.official)
+        train_limit, validation_limit = amount.limits(task)
+        sizes[task.name] = Size(
+            min(train, train_limit or train),
+            sum(min(examples, validation_limit or examples) for examples in validation),
+            _TEXT_BYTES[task.name],
+        )
+    return Found((), found, sizes)
+
+
+def _limited(data: TaskData, amount: Downstream) -> TaskData:
+    """At most as many examples of each split as the scale takes, fixed pseudo-random ones in their own order."""
+    notes = list(data.notes)
+
+    def part(name: str, split: Split, limit: int | None) -> Split:
+        if limit is None or limit >= len(split):
+            return split
+        notes.append(f"{name}: {limit:,} of its {len(split):,} examples, a fixed random choice")
+        return split.take(subset(limit, len(split)))
+
+    train_limit, validation_limit = amount.limits(data.task)
+    train = part("train", data.train, train_limit)
+    validation = {name: part(name, split, validation_limit) for name, split in data.validation.items()}
+    return TaskData(data.task, train, validation, tuple(notes))
+
+
+def _size(data: TaskData) -> Size:
+    splits = [data.train, *data.validation.values()]
+    count = sum(len(text.encode()) for split in splits for column in _texts(split) for text in column)
+    return Size(len(data.train), sum(map(len, splits[1:])), count / sum(map(len, splits)))
+
+
+def _texts(split: Split) -> tuple[list[str], ...]:
+    return split.texts if isinstance(split, Examples) else (split.questions, split.contexts)
+
+
+def finetunings(
+    found: Found, grid: Grid, amount: Downstream, steps: Sequence[int], ranked: str | None
+) -> list[FineTuning]:
+    """Every task from every one of these checkpoints, every cell of its grid with every seed. ranked: the task whose
+    effective ranks are wanted, from the last checkpoint."""
+    return [
+        FineTuning(
+            task.name,
+            found.fingerprints.get(task.name, ""),
+            step,
+            cell.number,
+            replace(cell.config, seed=seed),
+            task.name == ranked and step == steps[-1],
+        )
+        for task in found.tasks
+        for step in steps
+        for cell in grid.cells(task)
+        for seed in range(amount.seeds)
+    ]
+
+
+def promptings(found: Found, amount: Downstream, step: int) -> list[Prompting]:
+    return [
+        Prompting(
+            task.name,
+            found.fingerprints.get(task.name, ""),
+            step,
+            mode,
+            seed,
+            amount.few,
+        )
+        for task in found.tasks
+        for mode in MODES
+        for seed in ((None,) if mode == "zero-shot" else SPLIT_SEEDS[: amount.draws])
+    ]

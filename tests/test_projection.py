@@ -1,0 +1,190 @@
+"""The counts behind the projection against what a step on the kernels' path takes and returns, with fake tensors, which
+run nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks import ceilings, projection
+from benchmarks.classes import CLASSES
+from benchmarks.projection import CARDS, Cost, Lengths, Scores, Step, attention_clocks, masked_lengths, seconds, step_of
+from maelm_fast import native, ops
+from maelm_fast.config import MaskingConfig, ModelConfig
+from maelm_fast.data.masking import pack
+from maelm_fast.errors import UserError
+from maelm_fast.masking import Masker, Vocabulary
+from maelm_fast.model.flops import training_flops
+from maelm_fast.model.maelm import MaeLm
+from maelm_fast.ops import dispatch
+
+FULL = (64,) * 24
+KERNELS = dict.fromkeys(("attention", "add_norm", "embed_packed", "feed_forward", "masked_cross_entropy"), "triton")
+MODELS = ("tiny", "tiny_cross", "roberta_tiny")
+
+
+class Recorder(TorchDispatchMode):
+    """By operator, bytes of the tensors that it is given and returns; and the FLOPs of the products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+        self.flops = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        name = function.__name__.split(".")[0]
+        self.bytes[name] += sum(x.nbytes for x in [*given, *(x for x in tree_leaves(out) if isinstance(x, Tensor))])
+        if name in ("mm", "addmm"):
+            (m, k), n = given[-2].shape, given[-1].shape[1]
+            self.flops += 2 * m * k * n
+        return out
+
+
+def of(name: str, dropout: float = 0.0) -> ModelConfig:
+    config = step_of(name, 1, 64, 0.15, dropout, dropout > 0).config
+    return dataclasses.replace(config, decoder_relative_bias=config.decoder_relative_bias and dropout > 0)
+
+
+@functools.cache
+def traced(config: ModelConfig, itemsize: int, kernels: bool = True) -> tuple[Step, Recorder]:
+    """What is counted, and what a step was seen to do. Without kernels every product is an operator."""
+    if kernels and not dispatch.interpreted():
+        pytest.skip("on the CPU the kernels' path is open to the interpreter only")
+    if config.decoder != "none" and not native.has("scatter_to_decoder", "cpu"):
+        pytest.skip("without the extension scatter_to_decoder, which has no Triton kernel, is several operators")
+    draw = np.random.default_rng(0)
+    rows = [draw.integers(5, config.vocab_size - 1, n) for n in FULL]
+    every = np.arange(len(rows))
+    vocabulary = Vocabulary(config.vocab_size, config.vocab_size - 1, (config.vocab_size - 1,))
+    batch = pack(rows, every, np.zeros_like(every), Masker(MaskingConfig(), vocabulary, 0, config.decoder == "none"))
+    step = Step(config, Lengths(*batch.lengths), itemsize)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = MaeLm(config)
+        model.train()
+        with Recorder() as recorder, ops.backends(**(KERNELS if kernels else {})):
+            with torch.autocast("cpu", torch.bfloat16, enabled=itemsize == 2):
+                loss = model(batch, torch.tensor(7))[0]
+            loss.backward()
+    return step, recorder
+
+
+def total(step: Step, wanted: Callable[[Cost], bool]) -> int:
+    return sum(c.bytes * c.launches for c in step.costs() if wanted(c))
+
+
+@pytest.mark.parametrize("name", ["base", "base_cross", "roberta_base", "tiny"])
+@pytest.mark.parametrize("original", [(512,) * 4, (512, 300, 64, 9, 1)], ids=["full", "mixed"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_model_flops_are_those_of_the_package(name: str, original: tuple[int, ...], dropout: float) -> None:
+    config = of(name, dropout)
+    lengths = masked_lengths(config, original, 0.15)
+    costs = list(Step(config, lengths).costs())
+    assert sum(c.model_flops * c.launches for c in costs) == training_flops(config, *lengths)
+    assert sum(c.flops * c.launches for c in costs) > training_flops(config, *lengths)
+    products = [c for c in costs if c.product and c.op != "vocabulary projection"]
+    assert all(c.flops == 2 * np.prod(c.product[1:], dtype=object) for c in products)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_bytes_of_row_kernels_are_those_of_their_tensors(name: str, dropout: float) -> None:
+    step, recorder = traced(of(name, dropout), 2)
+    for op in ("embed_packed", "add_norm", "scatter_to_decoder"):
+        for phase, suffix in (("forward", "fwd"), ("backward", "bwd")):
+            backend = "native" if op == "scatter_to_decoder" else "triton"
+            seen = recorder.bytes[f"{op}_{backend}_{suffix}"]
+            if op == "scatter_to_decoder" and name == "tiny_cross":  # whose masked slots read no encoder row
+                seen -= sum(step.lengths.encoder) * step.config.hidden_size * step.a
+            assert total(step, lambda c, op=op, phase=phase: (c.op, c.phase) == (op, phase)) == seen, (op, phase)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_everything_else_is_that_of_a_step(name: str) -> None:
+    """In fp32. Products to the FLOP; additions, copies and sums to 2% of their bytes, since vectors are left out."""
+    step, recorder = traced(of(name), 4, kernels=False)
+    counted = [c for c in step.costs() if c.kind == "gemm" and c.op != "vocabulary projection"]
+    assert sum(c.flops * c.launches for c in counted) == recorder.flops
+    step, recorder = traced(of(name), 4)
+    seen = sum(recorder.bytes[op] for op in ("add", "add_", "stack", "sum", "select_backward", "slice_backward"))
+    # seen as one operator: zeros as large as the result, into which the argument is copied
+    zeros = [c for c in step.costs() if c.op == "gradients of weight slices"]
+    d = step.config.hidden_size
+    seen += sum(c.launches * 3 * d * (d + 1) * 4 for c in zeros)
+    elsewhere = ("ffn_out bias gradient", "chosen rows")  # within the feed-forward's operator; and seen whole
+    assert total(step, lambda c: c.kind == "other" and c.op not in elsewhere) == pytest.approx(seen, rel=0.02)
+
+
+def test_attention_of_ours_is_bound_as_its_counts_say() -> None:
+    """kernels/README.md: 0.53 clocks a score with bias on sm_90, 1.3 ms a layer for 256 sequences of 435."""
+    card, pairs, taken = CARDS["h200"], 12 * 256 * 435**2, 0.0
+    for kernel in ("fwd", "dq", "dkv"):
+        scores = Scores(kernel, pairs, 64, True, False)
+        matrix, exponentials, instructions = attention_clocks(scores, card)
+        assert instructions > max(matrix, exponentials)
+        taken += seconds(Cost("", "", "attention", 0, scores=scores), card, 1.0)
+    assert taken * card.ours.share == pytest.approx(1.3e-3, rel=0.03)
+
+
+def test_rows_are_ranges_and_say_what_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "projection.jsonl"
+    assert projection.main(["--devices", "h200", "--dropout", "0.1", "--bias", "--out", str(out)]) == 0
+    assert "a projection; assumed or observed elsewhere" in capsys.readouterr().out
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["model"] for row in rows] == ["base", "base_cross", "roberta_base"]
+    for row in rows:
+        assert row["tokens_per_s"][0] < row["tokens_per_s"][1]
+        assert row["ms"].keys() == CLASSES.keys()
+        assert [kind for kind, (slow, fast) in row["ms"].items() if slow != fast] == ["gemm"]
+        assert 256 * 512 / row["tokens_per_s"][1] == pytest.approx(sum(ms[1] for ms in row["ms"].values()) / 1000, 1e-3)
+
+
+def test_ceilings_are_rates_of_a_steps_products(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every call counts as a millisecond."""
+    monkeypatch.setitem(ceilings.COPY_BYTES, "cpu", 1 << 20)
+    monkeypatch.setattr(ceilings, "turns", lambda calls, device, rounds: [[1e-3 for _ in [call()]] for call in calls])
+    out = tmp_path / "ceilings.jsonl"
+    arguments = ["--device", "cpu", "--precision", "fp32", "--models", "tiny", "--batch", "2", "--seq", "64"]
+    assert ceilings.main([*arguments, "--rounds", "1", "--out", str(out)]) == 0
+    copy, products = (json.loads(line) for line in out.read_text().splitlines())
+    assert copy["per_s"]["median"] == pytest.approx(2 * 2**20 / 1e-3 / 1e9, rel=1e-3)
+    costs = [c for c in step_of("tiny", 2, 64, 0.15, 0.1, True, 4).costs() if c.product]
+    taken = sum(c.launches for c in costs) * 1e-3
+    flops = sum(c.flops * c.launches for c in costs)
+    assert products["per_s"]["median"] == pytest.approx(flops / taken / 1e12, abs=1e-4)
+    assert ceilings.main(["--device", "cpu", "--seq", "1024"]) == 2
+    assert "512 positions" in capsys.readouterr().err
+
+
+def test_bad_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong, message in (
+        (["--seq", "1024"], "512 positions"),
+        (["--models", "based"], "based"),
+        (["--rate", "1.5"], "between 0 and 1"),
+        (["--batch", "0"], "at least 1"),
+    ):
+        assert projection.main(wrong) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+    for other in ({"decoder": "self_cross"}, {"decoder_hidden_size": 512}):
+        with pytest.raises(UserError, match="not counted"):
+            Step(dataclasses.replace(of("base"), **other), masked_lengths(of("base"), [512], 0.15))
