@@ -86,6 +86,7 @@ class Blocks:
         self.shared.bytes[:] = 0xFF  # NaN, wherever nothing was written
         cells = self.shared.writer.reshape(self.blocks, -1)
         cells[:, : -(-self.shared_size // self.shared.granule)] = NOBODY
+        self.asking: Array = np.arange(0)  # the threads of the last access to memory
         self.copies: list[tuple[Array, Array, Array, Array]] = []  # threads, their groups, where to, and what
         self.groups = np.zeros(self.threads, np.int64)  # of copies that each thread has closed
 
@@ -129,6 +130,7 @@ class Blocks:
 
     def address(self, operand: Operand, space: str, lanes: Array) -> Array:
         assert isinstance(operand, Address), operand
+        self.asking = lanes
         base: Any = 0 if operand.base is None else self.get(operand.base, "b64")
         at = np.broadcast_to(np.asarray(base).astype(np.int64) + operand.offset, (self.threads,))[lanes]
         if space != "shared":
@@ -174,7 +176,7 @@ class Blocks:
                     try:
                         work(self, runs)
                     except Fault as fault:
-                        raise self._explained(fault, now, runs) from None
+                        raise self._explained(fault, now) from None
             else:
                 _join(ready, at, mask)
         if self.copies:
@@ -192,6 +194,8 @@ class Blocks:
             self._exit(runs, parked, ready)
         elif now.parts[1] == "warp":  # lanes never part company here
             _join(ready, after, mask)
+        elif len(now.operands) > 1:
+            raise NotImplementedError(f"{now.text}: a barrier for some warps")
         else:
             _join(ready, after, mask & ~runs)
             _join(parked, after, runs)
@@ -217,9 +221,9 @@ class Blocks:
         space = [part for part in now.parts[1:] if part in ("shared", "global", "param", "local", "async")]
         self.counts.issued[".".join([now.parts[0], *space[:1]])] += warps
 
-    def _explained(self, fault: Fault, now: Instruction, mask: Mask) -> Fault:
-        threads = np.flatnonzero(self.alive if mask is None else mask)
-        threads = threads[fault.threads] if len(fault.threads) == len(threads) else np.flatnonzero(fault.threads)
+    def _explained(self, fault: Fault, now: Instruction) -> Fault:
+        whole = len(fault.threads) == self.threads
+        threads = np.flatnonzero(fault.threads) if whole else self.asking[fault.threads]
         first = threads[0]
         block = ", ".join(str(np.broadcast_to(self.special[f"%ctaid.{axis}"], self.threads)[first]) for axis in "xyz")
         return Fault(

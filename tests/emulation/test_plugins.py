@@ -55,6 +55,7 @@ def test_triton_kernels() -> None:
 def test_cuda_kernels() -> None:
     """The whole test file of the op, but for what is the CPU's: indices that are checked, and its threads."""
     tests = ("tests/ops/test_scatter_to_decoder.py", "tests/emulation/test_cuda_kernels.py")
-    passed, kernels, faults = emulated("cuda", *tests, "-k", "not out_of_range and not named_twice and not number_of_threads")
+    rest = "not out_of_range and not named_twice and not number_of_threads"
+    passed, kernels, faults = emulated("cuda", *tests, "-k", rest)
     assert (kernels, faults) == (14, 0)
     assert passed >= 60

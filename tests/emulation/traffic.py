@@ -137,8 +137,10 @@ def _copy(now: Instruction) -> Step:
         reads = wanted[lanes] == size
         data = np.zeros((len(lanes), size // kind.itemsize), kind)
         if reads.any():
+            blocks.asking = lanes[reads]
             count(blocks, lanes[reads], source[reads], size, "global")
             data[reads] = blocks.memory.read(source[reads], kind, data.shape[1], blocks.tag[lanes[reads]])
+        blocks.asking = lanes
         count(blocks, lanes, to, size, "shared")
         blocks.shared.send(to, size, blocks.tag[lanes])
         blocks.copies.append((lanes, blocks.groups[lanes], to, data))
