@@ -293,6 +293,7 @@ def check_kernel(
     backend: str = "triton",
     window: bool = False,
     own_rounding: bool = False,
+    positions: int = POSITIONS,
 ) -> None:
     """Outputs and every gradient in memory full of NaN, against float64, within twice the error of flash attention
     written in PyTorch at that dtype.
@@ -310,7 +311,7 @@ def check_kernel(
         tensors = [strided(t, step) for t in tensors[:3]] + tensors[3:]
 
     def call(backend: str, q: Tensor, k: Tensor, v: Tensor, line: Tensor | None = None) -> Tensor:
-        bias = PositionBias(line, POSITIONS) if line is not None else None
+        bias = PositionBias(line, positions) if line is not None else None
         if backend == "flash":
             return flash(q, k, v, layout, bias, p)
         seed = seed_tensor() if p else None
@@ -334,6 +335,21 @@ def check_kernel(
 def test_kernel(reach: int, p: float, dtype: torch.dtype) -> None:
     """Lengths of one token, around a tile, over several tiles; far tiles to both sides."""
     check_kernel(gapped([1, 33, 90, 2, 32]), None, reach, dtype, p)
+
+
+@kernel
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_kernel_where_a_program_walks_through_several_query_tiles(monkeypatch: pytest.MonkeyPatch, p: float) -> None:
+    """It adds to the same cells of the bias's gradient again. The tiles are those of the device under test."""
+    from maelm_fast.kernels import attention as kernels
+
+    dim, reach = (64, 91) if DEVICE == "cuda" else (16, 23)
+    tiles = kernels.tiles_for(torch.device(DEVICE), dim)
+    own = tiles.fwd.own
+    lengths = [2 * own + 1, own - 1, own, own + 1]
+    monkeypatch.setattr(kernels, "_programs", lambda *_: 2)
+    assert sum(-(-n // tiles.dq.own) for n in lengths) >= 3 * 2
+    check_kernel(gapped_layout(4 * own, lengths), None, reach, torch.bfloat16, p, dim, positions=4 * own)
 
 
 @kernel
