@@ -30,7 +30,7 @@ def host():
     import pybind11
 
     flags = {"include_dirs": [pybind11.get_include()], "extra_compile_args": [*FLAGS, "-fvisibility=hidden"]}
-    sources, headers = sorted(glob("csrc/host/*.cpp")), glob("csrc/host/*.h")
+    sources, headers = sorted(glob("csrc/host/*.cpp")), glob("csrc/*.h") + glob("csrc/host/*.h")
     return Extension("maelm_fast._host", sources, depends=headers, **flags, **AUTO)
 
 
@@ -63,7 +63,12 @@ def ops():  # _C and the command that builds it, or RuntimeError with the reason
     flags = {"cxx": [*FLAGS, *wide], "nvcc": [*FLAGS, "-DUSE_CUDA"]}
     sources = sorted(glob("csrc/ops/*.cpp") + (glob("csrc/ops/*.cu") if cuda else []))
     make = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
-    options = {"depends": glob("csrc/ops/*.h"), "extra_compile_args": flags, "py_limited_api": True, **AUTO}
+    options = {
+        "depends": glob("csrc/*.h") + glob("csrc/ops/*.h"),
+        "extra_compile_args": flags,
+        "py_limited_api": True,
+        **AUTO,
+    }
     return make("maelm_fast._C", sources, **options), Build
 
 

@@ -21,8 +21,9 @@ from benchmarks import ops
 from benchmarks.registry import ENTRIES, Setting
 from maelm_fast import native, presets
 from maelm_fast.config import MaskingConfig
-from maelm_fast.data.masking import Vocabulary, pack
+from maelm_fast.data.masking import pack
 from maelm_fast.data.packing import best_fit
+from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.maelm import MaeLm
 
 SETTINGS = {
@@ -88,7 +89,9 @@ def test_training_step_of_tiny(benchmark: Any) -> None:
     size = run.model.vocab_size
     vocabulary, samples = Vocabulary(size, size - 1, (size - 1,)), np.arange(32)
     ids = list(np.random.default_rng(0).integers(0, size - 1, (32, 64)))
-    batch = pack(ids, samples, np.zeros_like(samples), run.masking, vocabulary, 0, model.encoder_sees_mask).to(DEVICE)
+    batch = pack(ids, samples, np.zeros_like(samples), Masker(run.masking, vocabulary, 0, model.encoder_sees_mask)).to(
+        DEVICE
+    )
 
     def step() -> None:
         loss = model(batch)[0] / batch.counts.masked

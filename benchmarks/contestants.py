@@ -35,7 +35,8 @@ from benchmarks.rows import COMPILED
 from maelm_fast import presets
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import MaskingConfig, ModelConfig, require
-from maelm_fast.data.masking import Vocabulary, pack
+from maelm_fast.data.masking import pack
+from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.flops import training_flops
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training.step import apply_gradients
@@ -123,7 +124,7 @@ class Settings:
         """The same from these ids, on the host."""
         masking, vocabulary = MaskingConfig(rate=self.rate), Vocabulary(vocab_size, vocab_size - 1, (vocab_size - 1,))
         samples = np.arange(self.batch)
-        return pack(ids, samples, np.full_like(samples, epoch), masking, vocabulary, 0, encoder_sees_mask)
+        return pack(ids, samples, np.full_like(samples, epoch), Masker(masking, vocabulary, 0, encoder_sees_mask))
 
 
 def sees_mask(kind: str, config: ModelConfig) -> bool:
@@ -134,10 +135,10 @@ def sees_mask(kind: str, config: ModelConfig) -> bool:
 def model_flops(kind: str, config: ModelConfig, batch: PackedBatch) -> int:
     """Of a forward and backward pass."""
     if kind == "modernbert":
-        return modernbert_flops(config, batch.decoder_lengths)
+        return modernbert_flops(config, batch.decoder.lengths)
     # hf: the last layer and the head compute every position. padded: the decoder's last layer does.
-    scored = batch.decoder_lengths if kind in PEERS else batch.masked_lengths
-    flops = training_flops(config, batch.lengths, batch.decoder_lengths, scored)
+    scored = batch.decoder.lengths if kind in PEERS else batch.masked.lengths
+    flops = training_flops(config, batch.visible.lengths, batch.decoder.lengths, scored)
     if kind == "padded":
         unscored = batch.counts.original - batch.counts.masked
         flops -= 3 * 2 * unscored * config.hidden_size * (config.hidden_size + config.vocab_size)

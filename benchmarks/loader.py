@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,14 @@ from maelm_fast import native
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import MaskingConfig, require
 from maelm_fast.data.loader import TrainingBatches, training_updates
-from maelm_fast.data.masking import Vocabulary, pack_numpy
+from maelm_fast.data.masking import pack_plain
 from maelm_fast.data.packing import best_fit, best_fit_numpy, spread_numpy
 from maelm_fast.data.samples import Chunk, cut_documents
 from maelm_fast.data.token_store import BATCH_TOKENS, STORE_VERSION, Manifest, Split, SplitWriter, TokenStore
 from maelm_fast.data.tokenizer import BOS, EOS, PAD, SPECIAL_NAMES, UNK
 from maelm_fast.data.update import Update
 from maelm_fast.errors import UserError
+from maelm_fast.masking import Masker, Vocabulary
 
 SEQ_LEN, VOCABULARY_SIZE, SEED = 512, 32768, 0
 SPECIAL = dict(zip(SPECIAL_NAMES[0], (BOS, PAD, EOS, UNK, VOCABULARY_SIZE - 1), strict=True))
@@ -82,10 +83,8 @@ class Setting:
         special = manifest.special_tokens
         mask_id = next(special[names[-1]] for names in SPECIAL_NAMES if names[-1] in special)
         vocabulary = Vocabulary(manifest.vocab_size, mask_id, tuple(sorted(special.values())))
-        return TrainingBatches(
-            store, vocabulary, MaskingConfig(), SEED, self.batch, micro_batch, encoder_sees_mask=False,
-            mask_on_device=masks == "device",
-        )  # fmt: skip
+        masker = Masker(MaskingConfig(), vocabulary, SEED, encoder_sees_mask=False)
+        return TrainingBatches(store, masker, self.batch, micro_batch, mask_on_device=masks == "device")
 
     def cases(self) -> list[tuple[str, int]]:
         """Masks and micro-batch size of each."""
@@ -173,17 +172,14 @@ def gate(path: Path, setting: Setting) -> None:
         for b in {0, count - 1} if same else ():
             here = np.flatnonzero(bins == b)
             rows = [sequences[i] for i in here]
-            expected = pack_numpy(
-                rows, samples[here], epochs[here], on_host.masking, on_host.vocabulary, SEED, encoder_sees_mask=False
-            )
+            expected = pack_plain(rows, samples[here], epochs[here], on_host.masker)
             same &= _same(packed[b], expected) and bool(np.array_equal(ragged[b].ids, np.concatenate(rows)))  # type: ignore[union-attr]
         if not same:
             raise SystemExit("gate: the loader's micro-batches are not the reference's; nothing is timed")
 
 
 def _same(a: Any, b: PackedBatch) -> bool:
-    pairs = [(getattr(a, field.name), getattr(b, field.name)) for field in fields(PackedBatch)]
-    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in pairs)
+    return a.lengths == b.lengths and all(torch.equal(x, y) for x, y in zip(a.tensors, b.tensors, strict=True))
 
 
 def alone_in_turns(contestants: Sequence[TrainingBatches], setting: Setting) -> list[dict[str, Any]]:
@@ -230,7 +226,7 @@ def with_workers(batches: TrainingBatches, workers: int, setting: Setting) -> di
 
 
 def original(update: Update) -> int:
-    return sum(sum(b.decoder_lengths if isinstance(b, PackedBatch) else b.lengths) for b in update.micro_batches())
+    return sum(sum(b.decoder.lengths if isinstance(b, PackedBatch) else b.lengths) for b in update.micro_batches())
 
 
 def fill(batches: TrainingBatches) -> dict[str, float]:

@@ -54,11 +54,11 @@ def padded(values: Tensor, lengths: Sequence[int], pad: int = 0, multiple: int =
 
 def padded_inputs(batch: PackedBatch) -> PaddedInputs:
     """Of a batch on the host."""
-    ids, visible = padded(batch.visible_ids, batch.lengths, multiple=_MULTIPLE)
-    positions, _ = padded(batch.visible_positions, batch.lengths, multiple=_MULTIPLE)
+    ids, visible = padded(batch.ids, batch.visible.lengths, multiple=_MULTIPLE)
+    positions, _ = padded(batch.visible.positions, batch.visible.lengths, multiple=_MULTIPLE)
     to_predict = torch.zeros(batch.counts.original, dtype=torch.int64)
     to_predict[batch.masked_index.long()] = 1
-    masked, slots = padded(to_predict, batch.decoder_lengths, multiple=_MULTIPLE)
+    masked, slots = padded(to_predict, batch.decoder.lengths, multiple=_MULTIPLE)
     return PaddedInputs(ids, positions, visible, slots, masked.bool(), batch.labels.long())
 
 

@@ -103,8 +103,8 @@ def hugging_face_inputs(batch: PackedBatch) -> dict[str, Tensor]:
     the host."""
     labels = torch.full((batch.counts.original,), -100)
     labels[batch.masked_index.long()] = batch.labels.long()
-    ids, real = padded(batch.visible_ids, batch.lengths, pad=PAD_ID)
-    inputs = {"input_ids": ids, "labels": padded(labels, batch.lengths, pad=-100)[0]}
+    ids, real = padded(batch.ids, batch.visible.lengths, pad=PAD_ID)
+    inputs = {"input_ids": ids, "labels": padded(labels, batch.visible.lengths, pad=-100)[0]}
     return inputs if bool(real.all()) else {**inputs, "attention_mask": real.long()}
 
 

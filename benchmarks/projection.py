@@ -38,7 +38,7 @@ from maelm_fast.errors import UserError
 from maelm_fast.model.flops import training_flops
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.ops.masked_cross_entropy import LOGITS_BYTES
-from maelm_fast.ops.reference.mask_and_pack import count_of
+from maelm_fast.ops.reference.mask_and_pack import share_of
 
 MODELS = ("base", "base_cross", "roberta_base")
 SINGLE = 4  # bytes of a parameter, a gradient, a row's statistic
@@ -138,7 +138,7 @@ class Lengths(NamedTuple):
 
 def masked_lengths(config: ModelConfig, original: Sequence[int], rate: float) -> Lengths:
     """With a fixed count of masks, each of them [MASK]."""
-    masked = tuple(count_of(n, 0.5, rate) for n in original)
+    masked = tuple(int(share_of(n, rate, 0.5)) for n in original)
     seen = original if config.decoder == "none" else [n - m for n, m in zip(original, masked, strict=True)]
     return Lengths(tuple(seen), tuple(original), masked)
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from maelm_fast import ops, presets
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import MaskingConfig
-from maelm_fast.data.masking import Vocabulary, pack
+from maelm_fast.data.masking import pack
+from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.position_bias import RelativeBias
 from maelm_fast.ops import AttentionLayout, PositionBias
 
@@ -56,9 +57,12 @@ class Setting:
         draw = np.random.default_rng(0)
         rows = list(draw.integers(5, self.vocab - 1, (self.sequences, self.length)))
         every = np.arange(self.sequences)
+        return pack(rows, every, np.zeros_like(every), self.masker).to(self.device)
+
+    @property
+    def masker(self) -> Masker:
         vocabulary = Vocabulary(self.vocab, self.vocab - 1, (0, 1, 2, 3, self.vocab - 1))
-        masking = MaskingConfig(rate=self.rate)
-        return pack(rows, every, np.zeros_like(every), masking, vocabulary, 0, encoder_sees_mask=False).to(self.device)
+        return Masker(MaskingConfig(rate=self.rate), vocabulary, seed=0, encoder_sees_mask=False)
 
     def activation(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device, dtype=self.dtype)
@@ -90,7 +94,7 @@ class Entry:
 def _embed_inputs(s: Setting) -> Inputs:
     batch = s.batch()
     return {
-        "ids": batch.visible_ids, "positions": batch.visible_positions, "token_table": s.parameter(s.vocab, s.width),
+        "ids": batch.ids, "positions": batch.visible.positions, "token_table": s.parameter(s.vocab, s.width),
         "position_table": s.parameter(s.length, s.width), **s.norm(),
         "seed": torch.tensor(7, device=s.device), "dtype": s.dtype,
     }  # fmt: skip
@@ -138,7 +142,7 @@ def _feed_forward(i: Inputs, backend: str | None) -> Tensor:
 def _scatter_inputs(s: Setting) -> Inputs:
     batch = s.batch()
     return {"encoder_out": s.activation(s.visible, s.width), "source": batch.source,
-            "mask_embedding": s.parameter(s.width), "positions": batch.decoder_positions,
+            "mask_embedding": s.parameter(s.width), "positions": batch.decoder.positions,
             "position_table": s.parameter(s.length, s.width), **s.norm()}  # fmt: skip
 
 
@@ -171,21 +175,24 @@ def _liger_loss(i: Inputs) -> Tensor:
 def _pack_inputs(s: Setting) -> Inputs:
     draw = np.random.default_rng(0)
     rows = draw.integers(5, s.vocab - 1, (s.sequences, s.length))
-    return {"ids": torch.from_numpy(rows.reshape(-1)).int().to(s.device), "lengths": (s.length,) * s.sequences,
-            "samples": np.arange(s.sequences), "masking": MaskingConfig(rate=s.rate), "rows": list(rows),
-            "vocabulary": Vocabulary(s.vocab, s.vocab - 1, (0, 1, 2, 3, s.vocab - 1)), "device": s.device}  # fmt: skip
+    return {
+        "ids": torch.from_numpy(rows.reshape(-1)).int().to(s.device),
+        "lengths": (s.length,) * s.sequences,
+        "samples": np.arange(s.sequences),
+        "masker": s.masker,
+        "rows": list(rows),
+        "device": s.device,
+    }
 
 
 def _pack(i: Inputs, backend: str | None) -> Tensor:
     zeros = np.zeros_like(i["samples"])
-    return ops.mask_and_pack(
-        i["ids"], i["lengths"], i["samples"], zeros, i["masking"], i["vocabulary"], 0, False, backend=backend
-    ).source
+    return ops.mask_and_pack(i["ids"], i["lengths"], i["samples"], zeros, i["masker"], backend=backend).source
 
 
 def _pack_on_host(i: Inputs) -> Tensor:
     zeros = np.zeros_like(i["samples"])
-    packed = pack(i["rows"], i["samples"], zeros, i["masking"], i["vocabulary"], 0, encoder_sees_mask=False)
+    packed = pack(i["rows"], i["samples"], zeros, i["masker"])
     return packed.to(i["device"]).source
 
 

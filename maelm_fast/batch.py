@@ -10,12 +10,18 @@ Shapes: S sequences, T encoder rows, N decoder rows, M masked tokens.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+TENSORS = 10  # of a PackedBatch
+Lengths = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Visible, original and masked tokens of each sequence."""
 
 
 class TokenCounts(NamedTuple):
@@ -72,62 +78,50 @@ def layout_of(lengths: Sequence[int], positions: Tensor | None = None) -> Layout
 class PackedBatch:
     """S sequences, packed. All tensors are int32.
 
-    visible_ids        (T,) token ids that the encoder reads; in standard MLM, or if masking.shown > 0, with [MASK].
-    visible_positions  (T,) their positions in the original sequences.
-    cu_seqlens         (S+1,) boundaries of the sequences in the encoder's row.
-    source             (N,) for each decoder slot the encoder row that fills it, or -1 for the [MASK] embedding.
-    decoder_positions  (N,) original position of each decoder slot: 0, 1, ... within each sequence.
-    decoder_cu_seqlens (S+1,) boundaries in the decoder's row.
-    masked_index       (M,) decoder slots to predict, ascending.
-    masked_cu_seqlens  (S+1,) boundaries of the sequences in masked_index.
-    labels             (M,) the tokens that stood there.
-    lengths, decoder_lengths, masked_lengths: per sequence, as Python ints.
+    ids           (T,) token ids that the encoder reads; in standard MLM, or if masking.shown > 0, with [MASK].
+    source        (N,) for each decoder slot the encoder row that fills it, or -1 for the [MASK] embedding.
+    masked_index  (M,) decoder slots to predict, ascending.
+    labels        (M,) the tokens that stood there.
+    visible       the sequences in the encoder's row.
+    decoder       the sequences in the decoder's row: positions 0, 1, ... within each.
+    masked        the masked tokens alone, as the queries of a last layer or of a cross-attention decoder.
     """
 
-    visible_ids: Tensor
-    visible_positions: Tensor
-    cu_seqlens: Tensor
+    ids: Tensor
     source: Tensor
-    decoder_positions: Tensor
-    decoder_cu_seqlens: Tensor
     masked_index: Tensor
-    masked_cu_seqlens: Tensor
     labels: Tensor
-    lengths: tuple[int, ...]
-    decoder_lengths: tuple[int, ...]
-    masked_lengths: tuple[int, ...]
+    visible: Layout
+    decoder: Layout
+    masked: Layout
 
     @property
-    def max_seqlen(self) -> int:
-        return max(self.lengths, default=0)
+    def lengths(self) -> Lengths:
+        return self.visible.lengths, self.decoder.lengths, self.masked.lengths
 
     @property
     def counts(self) -> TokenCounts:
-        return TokenCounts(sum(self.decoder_lengths), sum(self.lengths), sum(self.masked_lengths))
-
-    @property
-    def visible(self) -> Layout:
-        return Layout(self.cu_seqlens, self.visible_positions, self.lengths)
-
-    @property
-    def decoder(self) -> Layout:
-        return Layout(self.decoder_cu_seqlens, self.decoder_positions, self.decoder_lengths)
-
-    @property
-    def masked(self) -> Layout:
-        """The masked tokens alone, as the queries of a last layer or of a cross-attention decoder."""
-        return Layout(self.masked_cu_seqlens, self.decoder_positions[self.masked_index], self.masked_lengths)
+        visible, original, masked = map(sum, self.lengths)
+        return TokenCounts(original, visible, masked)
 
     @property
     def original_ids(self) -> Tensor:
         """(N,) the tokens before masking, put together from the visible ones and the labels."""
-        padded = torch.cat([self.visible_ids, self.visible_ids.new_zeros(1)])  # a source of -1 reads the last
+        padded = torch.cat([self.ids, self.ids.new_zeros(1)])  # a source of -1 reads the last
         return padded[self.source.long()].index_copy(0, self.masked_index.long(), self.labels)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """In the order of the fields."""
-        return [value for field in fields(self) if isinstance(value := getattr(self, field.name), Tensor)]
+        """Those of the fields, in their order; a layout's are cu_seqlens and positions."""
+        layouts = (self.visible, self.decoder, self.masked)
+        own = [self.ids, self.source, self.masked_index, self.labels]
+        return own + [tensor for layout in layouts for tensor in (layout.cu_seqlens, layout.positions)]
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor], lengths: Iterable[tuple[int, ...]]) -> PackedBatch:
+        """The batch whose `tensors` and `lengths` these are."""
+        ids, source, masked_index, labels, *rest = tensors
+        return cls(ids, source, masked_index, labels, *map(Layout, rest[::2], rest[1::2], lengths))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -137,20 +131,57 @@ class PackedBatch:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> PackedBatch:
         """A batch of the function's results for each tensor."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in values.items():
-            values[name] = function(value) if isinstance(value, Tensor) else value
-        return PackedBatch(**values)
+        return self.of(map(function, self.tensors), self.lengths)
 
 
 @dataclass(frozen=True)
 class RaggedBatch:
-    """S sequences not yet masked, for ops.mask_and_pack.
+    """S sequences not yet masked, end to end.
 
-    ids: (N,) int32 tokens, end to end. lengths, samples, epochs: per sequence, as Python ints; the latter two key its
-    masks."""
+    ids: (N,) tokens, integers of any type. lengths, samples, epochs: (S,) int64 on the host; the latter two key the
+    masks, each in [0, 2**32)."""
 
     ids: Tensor
-    lengths: tuple[int, ...]
-    samples: tuple[int, ...]
-    epochs: tuple[int, ...]
+    lengths: NDArray[np.int64]
+    samples: NDArray[np.int64]
+    epochs: NDArray[np.int64]
+
+    def split(self, counts: Sequence[int]) -> list[RaggedBatch]:
+        """Parts of counts[b] consecutive sequences each."""
+        ends = np.cumsum(counts)[:-1]
+        lengths = np.split(self.lengths, ends)
+        ids = self.ids.split([int(part.sum()) for part in lengths])
+        keys = (np.split(values, ends) for values in (self.samples, self.epochs))
+        return [RaggedBatch(*part) for part in zip(ids, lengths, *keys, strict=True)]
+
+
+def pack_tokens(
+    ids: Tensor,
+    read: Tensor,
+    decoder: Layout,
+    masked: Tensor,
+    in_encoder: Tensor,
+    visible: Sequence[int],
+    masks: Sequence[int],
+) -> PackedBatch:
+    """The batch that follows from what becomes of each token, on its device, which the host does not wait for.
+
+    ids: (N,) the original tokens, which `decoder` lays out. read: (N,) what the encoder reads in their place, where
+    in_encoder, (N,) bool, is True. masked: (N,) bool. visible, masks: per sequence, how many are True of either."""
+    row = torch.nonzero_static(in_encoder, size=sum(visible)).squeeze(1)
+    masked_index = torch.nonzero_static(masked, size=sum(masks)).squeeze(1)
+    source = torch.where(in_encoder, in_encoder.cumsum(0) - 1, -1)
+
+    def layout(lengths: Sequence[int], places: Tensor) -> Layout:
+        boundaries = cumulative(lengths).to(ids.device, non_blocking=True)
+        return Layout(boundaries, decoder.positions[places], tuple(lengths))
+
+    return PackedBatch(
+        read[row].int(),
+        source.int(),
+        masked_index.int(),
+        ids[masked_index].int(),
+        layout(visible, row),
+        decoder,
+        layout(masks, masked_index),
+    )

@@ -1,4 +1,5 @@
-"""Philox4x32-10, the counter-based generator behind masks and sample order: random words are a function, not a state.
+"""Philox4x32, the counter-based generator behind masks, sample order and dropout: random words are a function, not a
+state.
 
 A word is named by what it is for (stream), the epoch, the sample and the place in it, so that any worker, in any batch,
 at any time draws the same bits. Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011); the test vectors
@@ -7,15 +8,15 @@ are those of its Random123 library.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
-_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-_LOW = np.uint64(0xFFFFFFFF)
-_HALF = np.uint64(32)
+LOW = 0xFFFFFFFF
 ROUNDS = 10
 
 
@@ -29,32 +30,24 @@ class Stream(IntEnum):
     ORDER = 4  # sample order
 
 
-def philox4x32(counter: tuple[NDArray[np.uint64] | int, ...], seed: int) -> list[NDArray[np.uint64]]:
-    """Four arrays of 32-bit words (held in uint64) for a counter of four 32-bit words that broadcast together.
+def philox(counter: Sequence[Tensor | int], seed: Tensor | int, rounds: int = ROUNDS) -> Tensor:
+    """(..., 4) int64, four 32-bit words. counter: four 32-bit words, int64 tensors that broadcast together or numbers,
+    one tensor at least. seed: 64 bits.
 
-    seed: 64-bit key. Results have the counters' broadcast shape."""
-    c0, c1, c2, c3 = np.broadcast_arrays(*[np.asarray(word, dtype=np.uint64) for word in counter])
-    key = [seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF]
-    for _ in range(ROUNDS):
-        high = c0 * _MULTIPLIERS[0]
-        low = c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            (low >> _HALF) ^ c1 ^ np.uint64(key[0]),
-            low & _LOW,
-            (high >> _HALF) ^ c3 ^ np.uint64(key[1]),
-            high & _LOW,
-        )
-        key = [(word + weyl) & 0xFFFFFFFF for word, weyl in zip(key, _WEYL, strict=True)]
-    return [c0, c1, c2, c3]
+    A product of two words may wrap the sign; its halves are masked out of it."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = seed & LOW, (seed >> 32) & LOW
+    for _ in range(rounds):
+        high, low = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (low >> 32) & LOW ^ c1 ^ k0, low & LOW, (high >> 32) & LOW ^ c3 ^ k1, high & LOW
+        k0, k1 = (k0 + _WEYL[0]) & LOW, (k1 + _WEYL[1]) & LOW
+    return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), dim=-1)
 
 
-def position_words(
-    samples: NDArray[np.int64], length: int, epoch: int, stream: Stream, seed: int
-) -> NDArray[np.uint64]:
-    """One 32-bit word per position: (S, length) for samples (S,). Word p is word p % 4 of block p // 4."""
-    blocks = np.arange(-(-length // 4), dtype=np.uint64)[None, :]
-    words = philox4x32((blocks, samples.astype(np.uint64)[:, None], epoch, stream), seed)
-    return np.stack(words, axis=-1).reshape(len(samples), -1)[:, :length]
+def position_words(length: int, samples: Tensor, epochs: Tensor | int, stream: Stream, seed: int) -> Tensor:
+    """(S, length) int64, a 32-bit word per position: word p is word p % 4 of block p // 4. samples, epochs: (S, 1)."""
+    blocks = torch.arange(-(-length // 4), device=samples.device)
+    return philox((blocks, samples, epochs, int(stream)), seed).flatten(1)[:, :length]
 
 
 def fold_seed(seed: int, *path: int) -> int:

@@ -228,7 +228,7 @@ def test_fresh_batches_have_other_masks_and_the_same_counts() -> None:
     before = one.inputs
     one.fresh(epoch=1)
     assert not torch.equal(one.inputs.masked_index, before.masked_index)
-    assert one.inputs.masked_lengths == before.masked_lengths
+    assert one.inputs.masked.lengths == before.masked.lengths
 
 
 @pytest.mark.parametrize(

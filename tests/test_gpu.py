@@ -12,7 +12,8 @@ from torch import Tensor
 
 from maelm_fast import presets
 from maelm_fast.batch import PackedBatch, layout_of
-from maelm_fast.data.masking import Vocabulary, pack
+from maelm_fast.data.masking import pack
+from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.ops import AttentionLayout, attention
 from maelm_fast.training.optim import build_optimizer
@@ -33,7 +34,7 @@ def model_and_batch(name: str, lengths: list[int], first: int = 0) -> tuple[MaeL
     vocabulary = Vocabulary(1024, 1023, (0, 1, 2, 3, 1023))
     n = len(rows)
     return model, pack(
-        rows, np.arange(first, first + n), np.zeros(n, int), run.masking, vocabulary, 0, model.encoder_sees_mask
+        rows, np.arange(first, first + n), np.zeros(n, int), Masker(run.masking, vocabulary, 0, model.encoder_sees_mask)
     )
 
 

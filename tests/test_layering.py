@@ -9,18 +9,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "maelm_fast"
-LEAVES = {"errors", "config", "batch", "philox", "native"}
+LEAVES = {"errors", "config", "batch", "masking", "philox", "native"}
 MAY_IMPORT = {
     "errors": set(),
     "config": {"errors"},
     "batch": set(),
+    "masking": {"config"},
     "philox": set(),
     "native": set(),
     "presets": {"config", "errors"},
     "kernels": set(),
     "ops": LEAVES | {"kernels"},
     "model": LEAVES | {"ops"},
-    "data": LEAVES,
+    "data": LEAVES | {"ops"},
     "training": LEAVES | {"presets", "model", "data", "ops"},
     "analysis": LEAVES | {"presets", "model", "data", "training", "ops"},
     "export": LEAVES | {"presets", "model", "data", "training", "ops"},

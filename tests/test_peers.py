@@ -71,9 +71,9 @@ def test_padded_inputs_are_as_long_as_the_longest_sequence_rounded_up_to_eight()
     inputs = padded_inputs(batch)
     assert inputs.ids.shape == (4, 56)  # 54 of 64 are visible
     assert inputs.masked.shape == (4, 64)
-    assert inputs.visible.sum(1).tolist() == list(batch.lengths)
-    assert inputs.slots.sum(1).tolist() == list(batch.decoder_lengths)
-    assert inputs.masked.sum(1).tolist() == list(batch.masked_lengths)
+    assert inputs.visible.sum(1).tolist() == list(batch.visible.lengths)
+    assert inputs.slots.sum(1).tolist() == list(batch.decoder.lengths)
+    assert inputs.masked.sum(1).tolist() == list(batch.masked.lengths)
 
 
 def test_padded_in_bf16_is_near_fp32() -> None:

@@ -10,8 +10,9 @@ import torch
 
 from maelm_fast import presets
 from maelm_fast.config import ModelConfig, RunConfig, from_dict, to_dict
-from maelm_fast.data.masking import Vocabulary, pack
+from maelm_fast.data.masking import pack
 from maelm_fast.errors import UserError
+from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.flops import training_flops
 from maelm_fast.model.maelm import MaeLm
 
@@ -69,7 +70,7 @@ def test_every_preset_computes_a_loss_when_shrunk(name: str) -> None:
     model = MaeLm(run.model)
     rows = [np.arange(5, 45), np.arange(100, 117)]
     vocabulary = Vocabulary(300, 299, (0, 1, 2, 3, 299))
-    batch = pack(rows, np.arange(2), np.zeros(2, int), run.masking, vocabulary, 0, model.encoder_sees_mask)
+    batch = pack(rows, np.arange(2), np.zeros(2, int), Masker(run.masking, vocabulary, 0, model.encoder_sees_mask))
     loss, _ = model(batch)
     loss.backward()
     assert torch.isfinite(loss)

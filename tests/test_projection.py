@@ -24,8 +24,9 @@ from benchmarks.classes import CLASSES
 from benchmarks.projection import CARDS, Cost, Lengths, Scores, Step, attention_clocks, masked_lengths, seconds, step_of
 from maelm_fast import native, ops
 from maelm_fast.config import MaskingConfig, ModelConfig
-from maelm_fast.data.masking import Vocabulary, pack
+from maelm_fast.data.masking import pack
 from maelm_fast.errors import UserError
+from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.flops import training_flops
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.ops import dispatch
@@ -72,8 +73,8 @@ def traced(config: ModelConfig, itemsize: int, kernels: bool = True) -> tuple[St
     rows = [draw.integers(5, config.vocab_size - 1, n) for n in FULL]
     every = np.arange(len(rows))
     vocabulary = Vocabulary(config.vocab_size, config.vocab_size - 1, (config.vocab_size - 1,))
-    batch = pack(rows, every, np.zeros_like(every), MaskingConfig(), vocabulary, 0, config.decoder == "none")
-    step = Step(config, Lengths(batch.lengths, batch.decoder_lengths, batch.masked_lengths), itemsize)
+    batch = pack(rows, every, np.zeros_like(every), Masker(MaskingConfig(), vocabulary, 0, config.decoder == "none"))
+    step = Step(config, Lengths(*batch.lengths), itemsize)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = MaeLm(config)
         model.train()

@@ -43,18 +43,18 @@ py::tuple to_tuple(const std::vector<int32_t>& values) {
   return tuple;
 }
 
-constexpr int kTensors = 9;  // of a PackedBatch
+constexpr int kTensors = 10;  // of a PackedBatch
 using Sizes = std::array<int64_t, kTensors>;
 
-// In the order of the fields of maelm_fast.batch.PackedBatch, as `placed` has them.
+// In the order of PackedBatch.tensors in maelm_fast/batch.py, as `placed` has them.
 Sizes sizes_of(const maelm::Choice& choice) {
   const auto bounds = static_cast<int64_t>(choice.visible.size()) + 1;
-  return {choice.visible_tokens, choice.visible_tokens, bounds, choice.tokens, choice.tokens, bounds,
-          choice.masked_tokens,  bounds,                choice.masked_tokens};
+  const int64_t visible = choice.visible_tokens, original = choice.tokens, masked = choice.masked_tokens;
+  return {visible, original, masked, masked, bounds, visible, bounds, original, bounds, masked};
 }
 
 maelm::PackedArrays placed(const std::array<int32_t*, kTensors>& at) {
-  return {at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7], at[8]};
+  return {at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7], at[8], at[9]};
 }
 
 template <typename Token>
@@ -98,7 +98,7 @@ py::tuple pack_as(const py::array& ids, const Int64Array& lengths, const Int64Ar
     visible.append(to_tuple(choice.visible));
     masked.append(to_tuple(choice.masked));
   }
-  return py::make_tuple(sizes, visible, masked);
+  return py::make_tuple(visible, masked);
 }
 
 maelm::Policy policy_of(const std::string& name) {
@@ -117,8 +117,7 @@ bool all_words(const Int64Array& values) {
 py::tuple pack(const py::array& ids, const Int64Array& lengths, const Int64Array& samples, const Int64Array& epochs,
                const std::vector<int64_t>& counts, int64_t alignment, const py::function& allocate, double rate,
                bool stochastic, bool special_tokens, const std::string& policy_name, double shown,
-               bool encoder_sees_mask, int64_t vocab_size, int64_t mask_id, std::vector<int64_t> special,
-               uint64_t seed) {
+               int64_t vocab_size, int64_t mask_id, std::vector<int64_t> special, uint64_t seed) {
   check(ids.ndim() == 1 && (ids.flags() & py::array::c_style) != 0, "ids must be one contiguous row");
   check(lengths.ndim() == 1 && samples.ndim() == 1 && epochs.ndim() == 1, "lengths, samples, epochs must be 1-D");
   check(samples.size() == lengths.size() && epochs.size() == lengths.size(), "one sample and epoch per sequence");
@@ -144,7 +143,7 @@ py::tuple pack(const py::array& ids, const Int64Array& lengths, const Int64Array
   const maelm::Policy policy = policy_of(policy_name);
   check(policy == maelm::Policy::kMask || static_cast<int64_t>(special.size()) < vocab_size,
         "every token of the vocabulary is special");
-  const maelm::MaskingOptions options{rate,       stochastic, special_tokens,     policy, shown, encoder_sees_mask,
+  const maelm::MaskingOptions options{rate,       stochastic, special_tokens,     policy, shown,
                                       vocab_size, mask_id,    std::move(special), seed};
   const auto run = [&](auto function) {
     return function(ids, lengths, samples, epochs, counts, alignment, allocate, options);
@@ -257,9 +256,9 @@ PYBIND11_MODULE(_host, module) {
   module.doc() = "Host code of maelm_fast; called by maelm_fast.data, which checks the arguments.";
   module.def("pack", &pack, py::kw_only(), "ids"_a.noconvert(), "lengths"_a, "samples"_a, "epochs"_a,
              "counts"_a, "alignment"_a, "allocate"_a, "rate"_a, "stochastic"_a, "special_tokens"_a, "policy"_a,
-             "shown"_a, "encoder_sees_mask"_a, "vocab_size"_a, "mask_id"_a, "special"_a, "seed"_a,
+             "shown"_a, "vocab_size"_a, "mask_id"_a, "special"_a, "seed"_a,
              "Micro-batches of counts[b] sequences each, written into the row that allocate(elements) returns, every "
-             "tensor at a multiple of the alignment: (sizes of their tensors, visible lengths, masked lengths).");
+             "tensor at a multiple of the alignment: (visible lengths, masked lengths) of the sequences of each.");
   for (const auto& [name, function] : {std::pair{"best_fit", &maelm::best_fit}, {"spread", &maelm::spread}}) {
     const auto bound = [function = function](const Int64Array& lengths, int64_t budget) {
       return into_bins(function, lengths, budget);

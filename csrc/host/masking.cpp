@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "philox.h"
+#include "words.h"
 
 namespace maelm {
 namespace {
@@ -23,14 +23,14 @@ constexpr int kTopShift = 24, kBins = 256;
 void draw_words(uint32_t sample, uint32_t epoch, Stream stream, uint64_t seed, uint32_t blocks,
                 uint32_t* __restrict words) {
   for (uint32_t block = 0; block < blocks; ++block) {
-    const Block drawn = philox4x32({{block, sample, epoch, static_cast<uint32_t>(stream)}}, seed);
+    const Block drawn = draw_block(block, sample, epoch, stream, seed);
     for (int i = 0; i < 4; ++i) words[4 * static_cast<int64_t>(block) + i] = drawn.word[i];
   }
 }
 
 uint32_t draw_word(uint32_t sample, uint32_t epoch, Stream stream, uint64_t seed, int64_t position) {
   const auto block = static_cast<uint32_t>(position / 4);
-  return philox4x32({{block, sample, epoch, static_cast<uint32_t>(stream)}}, seed).word[position % 4];
+  return draw_block(block, sample, epoch, stream, seed).word[position % 4];
 }
 
 // floor(share * total + addend); never more than total, whatever the rounding of a share next to 1.
@@ -146,7 +146,7 @@ Choice choose(const Sequences<Token>& sequences, const MaskingOptions& options) 
     double addend = 0.5;
     if (options.stochastic) addend = draw_word(sample, epoch, Stream::kRounding, options.seed, 0) / kWords;
     const int64_t count = share_of(maskable, addend, options.rate);
-    const int64_t shown = options.encoder_sees_mask ? count : share_of(count, 0.5, options.shown);
+    const int64_t shown = share_of(count, 0.5, options.shown);
     std::fill_n(fates, length, static_cast<uint8_t>(kVisible));
     if (count > 0) {
       draw_words(sample, epoch, Stream::kMask, options.seed, static_cast<uint32_t>((length + 3) / 4),
@@ -177,7 +177,7 @@ void compact(const Sequences<Token>& sequences, const MaskingOptions& options, c
   const uint8_t* fates = choice.fates.data();
   const int32_t* replacement = choice.replacements.data();
   int32_t n = 0, t = 0, m = 0;
-  out.cu_seqlens[0] = out.decoder_cu_seqlens[0] = out.masked_cu_seqlens[0] = 0;
+  out.visible_cu_seqlens[0] = out.decoder_cu_seqlens[0] = out.masked_cu_seqlens[0] = 0;
   for (int64_t s = 0; s < sequences.count; ++s) {
     const auto length = static_cast<int32_t>(sequences.lengths[s]);
     for (int32_t p = 0; p < length; ++p) out.decoder_positions[n + p] = p;
@@ -188,23 +188,24 @@ void compact(const Sequences<Token>& sequences, const MaskingOptions& options, c
     while (end > 0 && fates[end - 1] == kRemoved) out.source[n + --end] = -1;
     for (int32_t p = 0; p < end; ++p) {
       const bool here = fates[p] != kRemoved;
-      out.visible_ids[t] = fates[p] == kMask ? mask_id : static_cast<int32_t>(ids[p]);
+      out.ids[t] = fates[p] == kMask ? mask_id : static_cast<int32_t>(ids[p]);
       out.visible_positions[t] = p;
       out.source[n + p] = here ? t : -1;
-      if (fates[p] == kRandom) out.visible_ids[t] = *replacement++;
+      if (fates[p] == kRandom) out.ids[t] = *replacement++;
       t += here;
     }
     end = length;
     while (end > 0 && fates[end - 1] == kVisible) --end;
     for (int32_t p = 0; p < end; ++p) {
       out.masked_index[m] = n + p;
+      out.masked_positions[m] = p;
       out.labels[m] = static_cast<int32_t>(ids[p]);
       m += fates[p] != kVisible;
     }
     n += length;
     ids += length;
     fates += length;
-    out.cu_seqlens[s + 1] = t;
+    out.visible_cu_seqlens[s + 1] = t;
     out.decoder_cu_seqlens[s + 1] = n;
     out.masked_cu_seqlens[s + 1] = m;
   }

@@ -1,4 +1,4 @@
-// Masks drawn and sequences packed on the host: what `pack_numpy` in maelm_fast/data/masking.py computes, bit for bit.
+// Masks drawn and sequences packed on the host: what maelm_fast/ops/reference/mask_and_pack.py computes, bit for bit.
 //
 // In two steps, because the sizes of the result follow from the masks: `choose` decides what becomes of every token,
 // the caller allocates, `compact` fills. No Python and no torch in here.
@@ -20,8 +20,7 @@ struct MaskingOptions {
   bool stochastic;      // how many: floor(rate * n + u), else floor(rate * n + 1/2)
   bool special_tokens;  // whether special tokens may be masked
   Policy policy;
-  double shown;            // of m [MASK] floor(shown * m + 1/2) stay in the encoder's row; 0 unless the policy is kMask
-  bool encoder_sees_mask;  // all of them do, whatever the policy
+  double shown;  // of m [MASK] floor(shown * m + 1/2) stay in the encoder's row; 0 or 1 unless the policy is kMask
   int64_t vocab_size;
   int64_t mask_id;
   std::vector<int64_t> special;  // ascending, without repeats, in [0, vocab_size); all of it only with Policy::kMask
@@ -49,17 +48,18 @@ struct Choice {
   int64_t tokens = 0, visible_tokens = 0, masked_tokens = 0;  // N, T, M
 };
 
-// The fields of maelm_fast.batch.PackedBatch.
+// The tensors of maelm_fast.batch.PackedBatch.
 struct PackedArrays {
-  int32_t* visible_ids;         // (T,)
-  int32_t* visible_positions;   // (T,)
-  int32_t* cu_seqlens;          // (S + 1,)
+  int32_t* ids;                 // (T,)
   int32_t* source;              // (N,)
-  int32_t* decoder_positions;   // (N,)
-  int32_t* decoder_cu_seqlens;  // (S + 1,)
   int32_t* masked_index;        // (M,)
-  int32_t* masked_cu_seqlens;   // (S + 1,)
   int32_t* labels;              // (M,)
+  int32_t* visible_cu_seqlens;  // (S + 1,)
+  int32_t* visible_positions;   // (T,)
+  int32_t* decoder_cu_seqlens;  // (S + 1,)
+  int32_t* decoder_positions;   // (N,)
+  int32_t* masked_cu_seqlens;   // (S + 1,)
+  int32_t* masked_positions;    // (M,)
 };
 
 template <typename Token>

@@ -2,7 +2,7 @@
 
 #include "order.h"
 
-#include "philox.h"
+#include "words.h"
 
 namespace maelm {
 
@@ -14,8 +14,8 @@ void permute(const int64_t* index, int64_t count, int64_t size, int half_bits, i
     do {
       uint64_t left = value >> half_bits, right = value & low;
       for (uint32_t round = 0; round < static_cast<uint32_t>(rounds); ++round) {
-        const Block counter{{static_cast<uint32_t>(right), round, epoch, static_cast<uint32_t>(Stream::kOrder)}};
-        const uint64_t mixed = left ^ (philox4x32(counter, seed).word[0] & low);
+        const Block drawn = draw_block(static_cast<uint32_t>(right), round, epoch, Stream::kOrder, seed);
+        const uint64_t mixed = left ^ (drawn.word[0] & low);
         left = right;
         right = mixed;
       }

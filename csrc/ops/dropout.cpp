@@ -53,7 +53,7 @@ MAELM_INLINE void draw_64(uint8_t* bytes, uint32_t group, uint32_t row, uint32_t
 inline void draw_64(uint8_t* bytes, uint32_t group, uint32_t row, uint32_t place, uint32_t part, uint64_t seed,
                     uint32_t threshold) {
   for (uint32_t block = 0; block < 8; ++block) {
-    const PhiloxBlock words = dropout_block(group + block, row, place, part, seed);
+    const Block words = philox4x32<kDropoutRounds>({{group + block, row, place, part}}, seed);
     for (int lane = 0; lane < 8; ++lane) bytes[8 * block + lane] = dropout_half(words, lane) >= threshold ? 255 : 0;
   }
 }

@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "../philox.h"
+
 #ifdef __CUDACC__
 #define MAELM_HD __host__ __device__ __forceinline__
 #else
@@ -33,33 +35,10 @@ MAELM_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // A 16-bit half below this drops its element. Rounds half to even, as Python's round() does.
 inline uint32_t dropout_threshold(double p) { return static_cast<uint32_t>(std::nearbyint(p * 65536.0)); }
 
-struct PhiloxBlock {
-  uint32_t word[4];
-};
-
-constexpr uint32_t kPhiloxMultiplier0 = 0xD2511F53, kPhiloxMultiplier1 = 0xCD9E8D57;
-constexpr uint32_t kPhiloxWeyl0 = 0x9E3779B9, kPhiloxWeyl1 = 0xBB67AE85;
 constexpr int kDropoutRounds = 7, kDropoutLanes = 8;  // eight columns share a block
 
-// Philox4x32-7 of counter (group, row, place, part) and key `seed`.
-MAELM_HD PhiloxBlock dropout_block(uint32_t group, uint32_t row, uint32_t place, uint32_t part, uint64_t seed) {
-  uint32_t c0 = group, c1 = row, c2 = place, c3 = part;
-  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
-  for (int round = 0; round < kDropoutRounds; ++round) {
-    const uint64_t high = static_cast<uint64_t>(kPhiloxMultiplier0) * c0;
-    const uint64_t low = static_cast<uint64_t>(kPhiloxMultiplier1) * c2;
-    c0 = static_cast<uint32_t>(low >> 32) ^ c1 ^ k0;
-    c1 = static_cast<uint32_t>(low);
-    c2 = static_cast<uint32_t>(high >> 32) ^ c3 ^ k1;
-    c3 = static_cast<uint32_t>(high);
-    k0 += kPhiloxWeyl0;
-    k1 += kPhiloxWeyl1;
-  }
-  return {{c0, c1, c2, c3}};
-}
-
 // The half that decides about column `lane` of the block's eight.
-MAELM_HD uint32_t dropout_half(const PhiloxBlock& block, int lane) {
+MAELM_HD uint32_t dropout_half(const Block& block, int lane) {
   return (block.word[lane >> 1] >> (16 * (lane & 1))) & 0xFFFF;
 }
 

@@ -16,15 +16,17 @@ from typing import Any
 
 import torch
 
+from maelm_fast.analysis.inputs import Encode, from_encoder, gram_matrices
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import require
 from maelm_fast.data.loader import validation_batches
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.data.tokenizer import tokenizer_hash
 from maelm_fast.errors import UserError
+from maelm_fast.masking import Masker
 from maelm_fast.training.files import write_json
 from maelm_fast.training.gram import GramMatrix, rank_at
-from maelm_fast.training.inputs import Encode, evaluating, from_encoder, gram_matrices
+from maelm_fast.training.live import evaluating
 from maelm_fast.training.rundir import LoadedRun
 
 REPORT_FILE = "effective_rank.json"
@@ -125,7 +127,7 @@ def effective_ranks(
 
     batches: packed with encoder_sees_mask=True, also for a MAE-LM; what else the inputs need is worked out from them.
     For real tokens alone, of a downstream task say, {"without_mask": ...} needs no masks in the batches. Dropout is
-    the caller's to switch off (inputs.evaluating)."""
+    the caller's to switch off (training.live.evaluating)."""
     check_taus(taus)
     grams = gram_matrices(encode, batches, mask_id, tuple(labels), device)
     return [_input_ranks(name, label, grams[name], taus) for name, label in labels.items()]
@@ -164,9 +166,8 @@ def run_batches(run: LoadedRun, store: TokenStore, samples: int | None, watch: W
         f"{config.model.max_positions}: prepare the text again with shorter ones",
     )
     samples, size = min(samples, len(store)), config.runtime.micro_batch_size
-    batches: Iterable[PackedBatch] = validation_batches(
-        store, run.vocabulary, config.masking, config.seed, size, encoder_sees_mask=True, max_samples=samples
-    )
+    masker = Masker(config.masking, run.vocabulary, config.seed, encoder_sees_mask=True)
+    batches: Iterable[PackedBatch] = validation_batches(store, masker, size, samples)
     return batches if watch is None else watch(batches, -(-samples // size))
 
 

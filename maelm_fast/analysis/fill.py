@@ -51,7 +51,7 @@ def fill(run: LoadedRun, texts: list[str], top: int = 5) -> list[list[list[Candi
         for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
     ]
     per_text = iter(rows)
-    return [[next(per_text) for _ in range(count)] for count in batch.masked_lengths]
+    return [[next(per_text) for _ in range(count)] for count in batch.masked.lengths]
 
 
 def best_text(run: LoadedRun, text: str, candidates: list[list[Candidate]]) -> str:

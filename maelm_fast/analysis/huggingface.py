@@ -22,15 +22,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from maelm_fast.analysis.effective_rank import SEES_MASK, TAU, RankReport, Watch, check_taus, effective_ranks
+from maelm_fast.analysis.inputs import Encode, from_padded
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import MaskingConfig, require
-from maelm_fast.data.masking import VALIDATION_EPOCH, Vocabulary, pack
+from maelm_fast.data.masking import pack
 from maelm_fast.data.order import permutation
 from maelm_fast.data.readers import HUB_PREFIX, expand_inputs, read_documents
 from maelm_fast.data.token_store import MANIFEST_FILE, TokenStore
 from maelm_fast.data.tokenizer import special_ids
 from maelm_fast.errors import UserError
-from maelm_fast.training.inputs import Encode, from_padded
+from maelm_fast.masking import VALIDATION_EPOCH, Masker, Vocabulary
 
 MASKING = MaskingConfig(rate=0.15, special_tokens=False)
 LONGEST = 512  # tokens of a sequence, if the model takes as many: the paper's
@@ -221,8 +222,9 @@ def measure_checkpoint(
 
 
 def _batches(encoder: HuggingFaceEncoder, rows: list[NDArray[np.int64]]) -> Iterator[PackedBatch]:
+    masker = Masker(MASKING, encoder.vocabulary, 0, encoder_sees_mask=True)
     for start in range(0, len(rows), BATCH):
         part = rows[start : start + BATCH]
         samples = np.arange(start, start + len(part))
         epochs = np.full(len(part), VALIDATION_EPOCH)
-        yield pack(part, samples, epochs, MASKING, encoder.vocabulary, 0, encoder_sees_mask=True)
+        yield pack(part, samples, epochs, masker)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maelm_fast.analysis.effective_rank import RankReport
+from maelm_fast.analysis.inputs import INPUTS
 from maelm_fast.config import require
 from maelm_fast.data.files import written_aside
 from maelm_fast.errors import UserError
-from maelm_fast.training.inputs import INPUTS
 from maelm_fast.training.rundir import RunDir
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -23,7 +23,6 @@ from maelm_fast.data.token_store import TokenStore
 from maelm_fast.export.huggingface import export
 from maelm_fast.training.files import write_json
 from maelm_fast.training.job import pretrain
-from maelm_fast.training.live import live_metric
 from maelm_fast.training.rundir import LoadedRun, RunDir, load_run
 
 PRESET = "tiny"
@@ -70,7 +69,7 @@ def main(argv: list[str]) -> int:
     )
 
     _title(2, f"pretraining: preset {PRESET}, masked tokens removed from the encoder's input")
-    pretrain(PRESET, config, str(store), str(run), live_metric=live_metric)
+    pretrain(PRESET, config, str(store), str(run))
 
     _title(3, "report")
     loaded, report = load_run(run), RunDir(run).report

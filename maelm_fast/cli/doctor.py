@@ -257,14 +257,15 @@ def _try_mask_and_pack(backend: str, device: str) -> None:
 
     from maelm_fast import ops
     from maelm_fast.config import MaskingConfig
-    from maelm_fast.data.masking import Vocabulary, pack
+    from maelm_fast.data.masking import pack
+    from maelm_fast.masking import Masker, Vocabulary
 
-    vocabulary, ids = Vocabulary(20, 19, (0, 19)), np.arange(1, 15)
+    masker = Masker(MaskingConfig(), Vocabulary(20, 19, (0, 19)), seed=0, encoder_sees_mask=False)
+    ids = np.arange(1, 15)
     if backend == "host":
-        pack([ids], np.zeros(1, np.int64), np.zeros(1, np.int64), MaskingConfig(), vocabulary, 0, False)
+        pack([ids], np.zeros(1, np.int64), np.zeros(1, np.int64), masker)
     else:
-        tokens = torch.from_numpy(ids).int().to(device)
-        ops.mask_and_pack(tokens, [14], [0], [0], MaskingConfig(), vocabulary, 0, False, backend=backend)
+        ops.mask_and_pack(torch.from_numpy(ids).int().to(device), [14], [0], [0], masker, backend=backend)
 
 
 def _try_attention(backend: str, device: str) -> None:
@@ -298,14 +299,15 @@ def self_test_rows() -> list[Row]:
     import torch
 
     from maelm_fast import presets
-    from maelm_fast.data.masking import Vocabulary, pack
+    from maelm_fast.data.masking import pack
+    from maelm_fast.masking import Masker, Vocabulary
     from maelm_fast.model.maelm import MaeLm
 
     smaller = {"vocab_size": 320, "num_layers": 2, "hidden_size": 64, "num_heads": 2}
     config = presets.change(presets.tiny(), model=smaller)
-    vocabulary = Vocabulary(320, 319, (0, 1, 2, 3, 319))
+    masker = Masker(config.masking, Vocabulary(320, 319, (0, 1, 2, 3, 319)), seed=0, encoder_sees_mask=False)
     sequences = [np.arange(4, 4 + n) for n in (32, 20)]
-    batch = pack(sequences, np.arange(2), np.zeros(2, np.int64), config.masking, vocabulary, 0, encoder_sees_mask=False)
+    batch = pack(sequences, np.arange(2), np.zeros(2, np.int64), masker)
 
     def step(device: str) -> str:
         start = time.perf_counter()

@@ -47,7 +47,6 @@ class Options:
 def main(argv: list[str]) -> int:
     options, config = parsed(argv)
     from maelm_fast.training.job import pretrain
-    from maelm_fast.training.live import live_metric
     from maelm_fast.training.rundir import RunDir
 
     if (run := RunDir(options.out)).exists:  # it has the warm-up that it was started with, if not asked otherwise
@@ -55,7 +54,7 @@ def main(argv: list[str]) -> int:
         if before.max_steps == config.optim.max_steps:
             options, config = parsed(argv, before.warmup_steps)
     initial = _initial(options.init_from) if options.init_from else None
-    pretrain(options.preset, config, str(options.data), str(options.out), initial, live_metric)
+    pretrain(options.preset, config, str(options.data), str(options.out), initial)
     return 0
 
 

@@ -16,17 +16,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from maelm_fast.batch import PackedBatch, RaggedBatch
-from maelm_fast.config import MaskingConfig
-from maelm_fast.data.masking import VALIDATION_EPOCH, Rows, Vocabulary, check_ids, pack, pack_update
+from maelm_fast.data.masking import check_ids, pack, pack_update
 from maelm_fast.data.order import permutation, samples_at
 from maelm_fast.data.packing import best_fit, spread
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.data.update import RaggedUpdate, Update
 from maelm_fast.errors import UserError
+from maelm_fast.masking import VALIDATION_EPOCH, Masker
 
 
 class TrainingBatches(Dataset["list[PackedBatch] | list[RaggedBatch]"]):
@@ -41,18 +42,14 @@ class TrainingBatches(Dataset["list[PackedBatch] | list[RaggedBatch]"]):
     def __init__(
         self,
         store: TokenStore,
-        vocabulary: Vocabulary,
-        masking: MaskingConfig,
-        seed: int,
+        masker: Masker,
         batch_size: int,
         micro_batch_size: int,
-        encoder_sees_mask: bool,
         mask_on_device: bool = False,
     ) -> None:
-        self.store, self.vocabulary, self.masking, self.seed = store, vocabulary, masking, seed
-        self.batch_size = batch_size
+        """The masker's seed is also the order's."""
+        self.store, self.masker, self.batch_size, self.mask_on_device = store, masker, batch_size, mask_on_device
         self.micro_batch_tokens = min(micro_batch_size, batch_size) * store.manifest.seq_len
-        self.encoder_sees_mask, self.mask_on_device = encoder_sees_mask, mask_on_device
 
     def __getitem__(self, update: int) -> list[PackedBatch] | list[RaggedBatch]:
         return self.update(update).micro_batches()
@@ -62,11 +59,11 @@ class TrainingBatches(Dataset["list[PackedBatch] | list[RaggedBatch]"]):
         lengths = self.store.sample_lengths(samples)
         order, counts = self.placed(lengths)
         samples, epochs = samples[order], epochs[order]
-        rows = Rows(self.store.read(samples), lengths[order], samples, epochs)
+        batch = RaggedBatch(torch.from_numpy(self.store.read(samples)), lengths[order], samples, epochs)
         if self.mask_on_device:
-            check_ids(rows.ids, self.vocabulary)
-            return RaggedUpdate.of(*rows, counts)
-        return pack_update(rows, counts, self.masking, self.vocabulary, self.seed, self.encoder_sees_mask)
+            check_ids(batch.ids, self.masker.vocabulary)
+            return RaggedUpdate.of(batch, counts)
+        return pack_update(batch, counts, self.masker)
 
     def placed(self, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[int]]:
         """The order in which the micro-batches hold samples of these lengths, and how many each holds."""
@@ -76,7 +73,7 @@ class TrainingBatches(Dataset["list[PackedBatch] | list[RaggedBatch]"]):
 
     def samples(self, update: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(sample ids, epochs), each (batch_size,), of an update, in the run's order."""
-        return samples_at(update * self.batch_size, self.batch_size, len(self.store), self.seed)
+        return samples_at(update * self.batch_size, self.batch_size, len(self.store), self.masker.seed)
 
 
 def training_updates(
@@ -133,18 +130,11 @@ def _leave_signals_to_the_trainer(ended: Any, _: int) -> None:
 
 
 def validation_batches(
-    store: TokenStore,
-    vocabulary: Vocabulary,
-    masking: MaskingConfig,
-    seed: int,
-    micro_batch_size: int,
-    encoder_sees_mask: bool,
-    max_samples: int,
+    store: TokenStore, masker: Masker, micro_batch_size: int, max_samples: int
 ) -> Iterator[PackedBatch]:
     """max_samples samples of a split, drawn from all of it, with masks: the same at every evaluation of a seed."""
     total = min(len(store), max_samples)
-    order = permutation(np.arange(total), len(store), seed, VALIDATION_EPOCH)
+    order = permutation(np.arange(total), len(store), masker.seed, VALIDATION_EPOCH)
     for start in range(0, total, micro_batch_size):
         samples = order[start : start + micro_batch_size]
-        epochs = np.full_like(samples, VALIDATION_EPOCH)
-        yield pack([store[int(i)] for i in samples], samples, epochs, masking, vocabulary, seed, encoder_sees_mask)
+        yield pack([store[int(i)] for i in samples], samples, np.full_like(samples, VALIDATION_EPOCH), masker)

@@ -1,6 +1,6 @@
 """An update between the loader and the trainer: all its tensors in one row of int32.
 
-Each tensor that changes process holds a file descriptor on both sides, and nine for every micro-batch are soon more
+Each tensor that changes process holds a file descriptor on both sides, and ten for every micro-batch are soon more
 than a process may have. To pin one is also less work than to pin hundreds. In a loader process the row lies in shared
 memory from the start, so that it is written once and not copied on its way.
 """
@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from maelm_fast.batch import PackedBatch, RaggedBatch
+from maelm_fast.batch import TENSORS, Lengths, PackedBatch, RaggedBatch
 
 ALIGNMENT = 16  # int32 elements: each tensor starts on a cache line, as one of its own would
-TENSORS = tuple(field.name for field in fields(PackedBatch) if not field.name.endswith("lengths"))
-_LENGTHS = ("lengths", "decoder_lengths", "masked_lengths")
 
 
 def new_row(elements: int) -> Tensor:
@@ -38,85 +34,68 @@ class PackedUpdate:
     """The micro-batches of an update, masked and packed."""
 
     row: Tensor
-    sizes: list[list[int]]
-    """Elements of each tensor of each micro-batch, in the order of TENSORS; each begins at a multiple of ALIGNMENT."""
-    lengths: list[tuple[tuple[int, ...], ...]]
-    """Of each micro-batch: of the sequences in the encoder's row, in the decoder's, of their masked tokens."""
+    """`tensors` of each micro-batch, each of them from a multiple of ALIGNMENT on."""
+    lengths: list[Lengths]
+    """`lengths` of each micro-batch, which say how long its tensors are."""
 
     @classmethod
     def of(cls, micro_batches: Sequence[PackedBatch]) -> PackedUpdate:
-        tensors = [[getattr(batch, name) for name in TENSORS] for batch in micro_batches]
-        sizes = [[tensor.numel() for tensor in parts] for parts in tensors]
-        row = new_row(sum(_aligned(size) for size in itertools.chain(*sizes)))
-        for part, tensor in zip(_parts(row, itertools.chain(*sizes)), itertools.chain(*tensors), strict=True):
+        lengths = [batch.lengths for batch in micro_batches]
+        row = new_row(sum(size + -size % ALIGNMENT for size in itertools.chain(*map(_sizes, lengths))))
+        tensors = itertools.chain(*(batch.tensors for batch in micro_batches))
+        for part, tensor in zip(_parts(row, lengths), tensors, strict=True):
             part.copy_(tensor)
-        return cls(row, sizes, [tuple(getattr(batch, name) for name in _LENGTHS) for batch in micro_batches])
+        return cls(row, lengths)
 
     def pin_memory(self) -> PackedUpdate:
-        return PackedUpdate(self.row.pin_memory(), self.sizes, self.lengths)
+        return PackedUpdate(self.row.pin_memory(), self.lengths)
 
     def to(self, device: torch.device) -> PackedUpdate:
         """There, without waiting for it."""
-        return PackedUpdate(self.row.to(device, non_blocking=True), self.sizes, self.lengths)
+        return PackedUpdate(self.row.to(device, non_blocking=True), self.lengths)
 
     def micro_batches(self) -> list[PackedBatch]:
-        parts = iter(_parts(self.row, itertools.chain(*self.sizes)))
-        batches = []
-        for lengths in self.lengths:
-            values: dict[str, Any] = {name: next(parts) for name in TENSORS}
-            values.update(zip(_LENGTHS, lengths, strict=True))
-            batches.append(PackedBatch(**values))
-        return batches
+        parts = iter(_parts(self.row, self.lengths))
+        return [PackedBatch.of(itertools.islice(parts, TENSORS), lengths) for lengths in self.lengths]
 
 
 @dataclass(frozen=True)
 class RaggedUpdate:
-    """The micro-batches of an update, one after another, whose masks are drawn on the device."""
+    """The micro-batches of an update, of counts[b] sequences each, whose masks are drawn on the device."""
 
-    row: Tensor
-    """(N,) all tokens."""
-    batches: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
-    """Lengths, samples and epochs of each micro-batch."""
+    batch: RaggedBatch
+    counts: list[int]
 
     @classmethod
-    def of(
-        cls,
-        ids: NDArray[np.generic],
-        lengths: NDArray[np.int64],
-        samples: NDArray[np.int64],
-        epochs: NDArray[np.int64],
-        counts: Sequence[int],
-    ) -> RaggedUpdate:
-        """ids: (N,) S sequences end to end; lengths, samples, epochs: (S,). counts: sequences of each micro-batch."""
-        row = new_row(len(ids))
-        np.copyto(row.numpy(), ids, casting="unsafe")
-        ends = list(itertools.accumulate(counts))
-        keys = [values.tolist() for values in (lengths, samples, epochs)]
-        batches = [
-            tuple(tuple(values[end - count : end]) for values in keys) for count, end in zip(counts, ends, strict=True)
-        ]
-        return cls(row, batches)  # type: ignore[arg-type]
+    def of(cls, batch: RaggedBatch, counts: list[int]) -> RaggedUpdate:
+        """With the tokens as int32, where other processes can read them."""
+        row = new_row(len(batch.ids))
+        np.copyto(row.numpy(), batch.ids.numpy(), casting="unsafe")
+        return cls(replace(batch, ids=row), counts)
 
     def pin_memory(self) -> RaggedUpdate:
-        return RaggedUpdate(self.row.pin_memory(), self.batches)
+        return RaggedUpdate(replace(self.batch, ids=self.batch.ids.pin_memory()), self.counts)
 
     def to(self, device: torch.device) -> RaggedUpdate:
         """There, without waiting for it."""
-        return RaggedUpdate(self.row.to(device, non_blocking=True), self.batches)
+        return RaggedUpdate(replace(self.batch, ids=self.batch.ids.to(device, non_blocking=True)), self.counts)
 
     def micro_batches(self) -> list[RaggedBatch]:
-        parts = self.row.split([sum(lengths) for lengths, _, _ in self.batches])
-        return [RaggedBatch(ids, *batch) for ids, batch in zip(parts, self.batches, strict=True)]
+        return self.batch.split(self.counts)
 
 
 Update = PackedUpdate | RaggedUpdate
 
 
-def _parts(row: Tensor, sizes: Iterable[int]) -> Sequence[Tensor]:
-    """Views of `row`, of these many elements each; one call makes them all, the gaps between them too."""
+def _sizes(lengths: Lengths) -> list[int]:
+    """Of each of a PackedBatch's tensors."""
+    visible, original, masked = map(sum, lengths)
+    bounds = len(lengths[0]) + 1
+    return [visible, original, masked, masked, bounds, visible, bounds, original, bounds, masked]
+
+
+def _parts(row: Tensor, lengths: Iterable[Lengths]) -> Sequence[Tensor]:
+    """All tensors, views of `row`; one call makes them, and the gaps between them."""
+    sizes = itertools.chain(*map(_sizes, lengths))
     parts: Sequence[Tensor] = row.split([n for size in sizes for n in (size, -size % ALIGNMENT)])
     return parts[::2]
-
-
-def _aligned(size: int) -> int:
-    return size + -size % ALIGNMENT

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from maelm_fast.batch import layout_of
-from maelm_fast.data.masking import Vocabulary, pack_masked
+from maelm_fast.data.masking import pack_masked
 from maelm_fast.data.tokenizer import PAD
 from maelm_fast.errors import UserError
+from maelm_fast.masking import Vocabulary
 from maelm_fast.model.maelm import MaeLm
 
 TOLERANCE = 1e-5

@@ -37,7 +37,7 @@ from maelm_fast.finetuning.problem import EVALUATION_TOKENS, Evaluation, autocas
 from maelm_fast.finetuning.text import Inputs
 from maelm_fast.training.files import write_json, write_text
 from maelm_fast.training.gram import GramMatrix, rank_at
-from maelm_fast.training.inputs import evaluating
+from maelm_fast.training.live import evaluating
 
 if TYPE_CHECKING:
     from maelm_fast.finetuning.run import Result

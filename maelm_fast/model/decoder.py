@@ -65,7 +65,7 @@ class SelfDecoder(Decoder):
         if self.resets_mask:
             source = source.index_fill(0, batch.masked_index.long(), -1)
         memory = self._project(encoded)
-        x = self._input(memory, source, batch.decoder_positions, token_table[mask_id])
+        x = self._input(memory, source, batch.decoder.positions, token_table[mask_id])
         bias, everyone, masked = self._bias(), AttentionLayout(batch.decoder), batch.masked
         cross = (memory, AttentionLayout(batch.decoder, batch.visible)) if self.crosses else None
         for block in self.blocks[:-1]:
@@ -100,9 +100,9 @@ class CausalDecoder(Decoder):
         Slot i reads token i-1. The first reads [MASK], which no text holds: BART's </s> would here be the separator
         between lines as well, and the model knows no other special token."""
         slots = torch.arange(batch.source.shape[0], dtype=torch.int32, device=batch.source.device)
-        source = torch.where(batch.decoder_positions == 0, -1, slots - 1).int()
+        source = torch.where(batch.decoder.positions == 0, -1, slots - 1).int()
         tokens = F.embedding(batch.original_ids, token_table).to(encoded.dtype)
-        x = self._input(self._project(tokens), source, batch.decoder_positions, token_table[mask_id])
+        x = self._input(self._project(tokens), source, batch.decoder.positions, token_table[mask_id])
         bias, everyone = self.causal_bias(), AttentionLayout(batch.decoder)
         cross = (self._project(encoded), AttentionLayout(batch.decoder, batch.visible))
         for block in self.blocks:

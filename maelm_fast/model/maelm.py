@@ -91,8 +91,8 @@ class MaeLm(nn.Module):
         """(predicted_tokens, decoder's width): what the head reads, one row per predicted token."""
         if self.decoder is None:
             last = (batch.masked_index, batch.masked)
-            return self.encoder(batch.visible_ids, batch.visible, dropout_seed=dropout_seed, last=last)  # type: ignore[no-any-return]
-        encoded = self.encoder(batch.visible_ids, batch.visible, dropout_seed=dropout_seed)
+            return self.encoder(batch.ids, batch.visible, dropout_seed=dropout_seed, last=last)  # type: ignore[no-any-return]
+        encoded = self.encoder(batch.ids, batch.visible, dropout_seed=dropout_seed)
         return self.decoder(encoded, batch, self.encoder.token_table, self.mask_id)  # type: ignore[no-any-return]
 
     def forward(self, batch: PackedBatch, dropout_seed: Tensor | int | None = None) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ class MaeLm(nn.Module):
         dropout_seed: one int64, a tensor on the device where a captured graph is to be replayed with others; if None,
         from PyTorch's default generator. Divide the loss by the sum of predicted_tokens over the whole update, its
         micro-batches and ranks."""
-        states = self.predicted_states(batch, self._seed(dropout_seed, batch.visible_ids.device))
+        states = self.predicted_states(batch, self._seed(dropout_seed, batch.ids.device))
         return self.head.loss(states, self.encoder.token_table, self.labels(batch))
 
     def _seed(self, seed: Tensor | int | None, device: torch.device) -> Tensor | None:

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from maelm_fast.batch import PackedBatch
-from maelm_fast.config import MaskingConfig
+from maelm_fast.batch import Layout, PackedBatch
+from maelm_fast.masking import Masker
 from maelm_fast.ops import dispatch
 from maelm_fast.ops.reference import mask_and_pack as reference
-from maelm_fast.ops.reference.mask_and_pack import Keys, Vocabulary
+from maelm_fast.ops.reference.mask_and_pack import Keys
 from maelm_fast.ops.registration import custom_op, describe
 
 _LONGEST = 4096  # maelm_fast.kernels.mask_and_pack.LONGEST
@@ -30,29 +30,25 @@ def mask_and_pack(
     lengths: Sequence[int],
     samples: Keys,
     epochs: Keys,
-    masking: MaskingConfig,
-    vocabulary: Vocabulary,
-    seed: int,
-    encoder_sees_mask: bool,
+    masker: Masker,
     *,
     backend: str | None = None,
 ) -> PackedBatch:
-    """maelm_fast.data.masking.pack(ids.split(lengths), samples, epochs, masking, vocabulary, seed, encoder_sees_mask),
-    bit for bit, on ids' device.
+    """maelm_fast.data.masking.pack(ids.split(lengths), samples, epochs, masker), bit for bit, on ids' device.
 
     ids: (N,) int32 or int64, S sequences end to end (of full sequences (S, L): ids.view(-1)). That they lie in
-    [0, vocabulary.size) is the caller's duty: a device does not say so in time. lengths: S Python ints, 0 is allowed.
-    samples, epochs: what keys each sequence's masks, in [0, 2**32): S ints or one for all, or a tensor of them on the
-    host. seed: 64 bits. vocabulary: size, mask_id and special, as maelm_fast.data.masking.Vocabulary has them.
+    [0, masker.vocabulary.size) is the caller's duty: a device does not say so in time. lengths: S Python ints, 0 is
+    allowed. samples, epochs: what keys each sequence's masks, in [0, 2**32): S ints or one for all, or a tensor of them
+    on the host.
 
     The host waits for the device exactly once if masking.special_tokens is False, or if masking.policy is "bert" and
-    encoder_sees_mask is False: then the sizes follow from the tokens or from the policy's draw. Else never.
+    the encoder does not see [MASK]: then the sizes follow from the tokens or from the policy's draw. Else never.
 
     backend: triton (sequences of up to 4,096), reference or auto. Traces under torch.compile(fullgraph=True) where it
     never waits and masking.count is "fixed".
 
     Raises UserError on ids of another dtype or shape, on lengths that do not sum to N, on keys out of range or on the
-    device, if the policy has no random token to draw, and if the backend cannot run (host is the loader's)."""
+    device, and if the backend cannot run (host is the loader's)."""
     lengths = reference.check_lengths(ids, lengths)
     name = dispatch.pick(
         "mask_and_pack",
@@ -61,21 +57,21 @@ def mask_and_pack(
         {"triton": lambda: _triton_reasons(ids, lengths), "reference": dispatch.always},
     )
     if name == "reference":
-        return reference.mask_and_pack(ids, lengths, samples, epochs, masking, vocabulary, seed, encoder_sees_mask)
-    count = len(lengths)
+        return reference.mask_and_pack(ids, lengths, samples, epochs, masker)
+    count, masking, special = len(lengths), masker.masking, masker.special
     longest = max(lengths, default=0)
     samples = reference.keys(samples, count, "samples")
     epochs = reference.keys(epochs, count, "epochs")
-    special = reference.special_ids(vocabulary, masking)
-    addends = reference.count_addends(samples, epochs, masking, seed)
-    policy_removes = masking.policy == "bert" and not encoder_sees_mask
-    seed = (seed + 2**63) % 2**64 - 2**63  # 64 bits, as an int64
+    addends = reference.count_addends(samples, epochs, masker)
+    seed = (masker.seed + 2**63) % 2**64 - 2**63  # 64 bits, as an int64
     ids = ids.int().contiguous()
 
-    if reference.counts_depend_on_device(masking, encoder_sees_mask):
+    if masker.sizes_follow_from_lengths:
+        masks, removed = reference.counts_from_lengths(lengths, addends, masker)
+    else:
         sent = _send([_boundaries(lengths), samples, epochs, special, _bits(addends)], ids.device)
         starts, *rest, bits = sent
-        masks, removed = mask_and_pack_triton_counts(
+        masks, by_policy = mask_and_pack_triton_counts(
             ids,
             starts,
             *rest,
@@ -84,13 +80,9 @@ def mask_and_pack(
             seed,
             masking.rate,
             masking.special_tokens,
-            policy_removes,
+            masker.removes_by_policy,
         ).tolist()
-    else:
-        counted = zip(lengths, addends, strict=True)
-        masks = [reference.count_of(length, addend, masking.rate) for length, addend in counted]
-    if not policy_removes:
-        removed = [reference.removed_of(count, masking, encoder_sees_mask) for count in masks]
+        removed = by_policy if masker.removes_by_policy else reference.removed_of(masks, masker)
     visible = tuple(length - gone for length, gone in zip(lengths, removed, strict=True))
 
     rows = [_boundaries(visible), _boundaries(lengths), _boundaries(masks)]
@@ -102,25 +94,20 @@ def mask_and_pack(
         sum(masks),
         longest,
         seed,
-        vocabulary.size,
-        vocabulary.mask_id,
+        masker.vocabulary.size,
+        masker.vocabulary.mask_id,
         masking.special_tokens,
         masking.policy,
-        _read(masking, encoder_sees_mask),
+        _read(masker),
     )
     return PackedBatch(
-        visible_ids=visible_ids,
-        visible_positions=visible_positions,
-        cu_seqlens=sent[0],
-        source=source,
-        decoder_positions=decoder_positions,
-        decoder_cu_seqlens=sent[1],
-        masked_index=masked_index,
-        masked_cu_seqlens=sent[2],
-        labels=labels,
-        lengths=visible,
-        decoder_lengths=lengths,
-        masked_lengths=tuple(masks),
+        visible_ids,
+        source,
+        masked_index,
+        labels,
+        visible=Layout(sent[0], visible_positions, visible),
+        decoder=Layout(sent[1], decoder_positions, lengths),
+        masked=Layout(sent[2], decoder_positions[masked_index], tuple(masks)),
     )
 
 
@@ -142,7 +129,7 @@ def mask_and_pack_triton_counts(
     from maelm_fast.kernels import mask_and_pack as kernels
 
     maskable = starts.diff() if special_tokens else kernels.maskable_counts(ids, starts, special, longest)
-    numbers = reference.device_counts(maskable, addends, rate)
+    numbers = reference.share_of(maskable.double(), rate, addends).int()
     removed = numbers
     if policy_removes:
         removed = kernels.removed_counts(ids, starts, samples, epochs, special, numbers, longest, seed, special_tokens)
@@ -224,11 +211,9 @@ def _triton_reasons(ids: Tensor, lengths: tuple[int, ...]) -> list[str]:
     return reasons
 
 
-def _read(masking: MaskingConfig, encoder_sees_mask: bool) -> str:
+def _read(masker: Masker) -> str:
     """Which of [MASK] the encoder reads: none, some or all."""
-    if encoder_sees_mask or masking.shown == 1.0 or masking.policy == "random":  # which has no [MASK]
-        return "all"
-    return "some" if masking.shown > 0.0 else "none"
+    return {0.0: "none", 1.0: "all"}.get(masker.shown, "some")
 
 
 def _boundaries(lengths: Sequence[int]) -> list[int]:

@@ -18,8 +18,9 @@ import torch
 from maelm_fast import presets
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import ModelConfig, RunConfig
-from maelm_fast.data.masking import Vocabulary, pack
+from maelm_fast.data.masking import pack
 from maelm_fast.errors import UserError
+from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.flops import PEAK_BF16, training_flops
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.paper.downstream import Prompting, Size, Unit
@@ -63,7 +64,7 @@ def cost(cell: Cell, mean_length: float | None = None, updates_done: int = 0) ->
     with torch.device("meta"):
         model = MaeLm(config.model)
     batch = _random_batch(config, model, 1, length)
-    per_sample = training_flops(config.model, batch.lengths, batch.decoder_lengths, batch.masked_lengths)
+    per_sample = training_flops(config.model, *batch.lengths)
     optim, runtime, m = config.optim, config.runtime, config.model
     updates = optim.max_steps - updates_done
     trained = updates * optim.batch_size
@@ -147,13 +148,13 @@ def measured_rate(config: RunConfig) -> float:
         model = MaeLm(config.model).to(device)
     optimizer = build_optimizer(model, config.optim)
     batch = _random_batch(config, model, size, length).to(device)
-    flops = training_flops(config.model, batch.lengths, batch.decoder_lengths, batch.masked_lengths)
+    flops = training_flops(config.model, *batch.lengths)
     seconds: list[float] = []
     while len(seconds) <= _UPDATES or sum(seconds) < _SECONDS:
         start = time.perf_counter()
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
             loss, _ = model(batch, dropout_seed=len(seconds))
-        (loss / sum(batch.masked_lengths)).backward()
+        (loss / batch.counts.masked).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if device.type == "cuda":
@@ -166,4 +167,5 @@ def _random_batch(config: RunConfig, model: MaeLm, size: int, length: int) -> Pa
     vocabulary = Vocabulary(config.model.vocab_size, config.model.vocab_size - 1, (config.model.vocab_size - 1,))
     rows = list(np.random.default_rng(0).integers(0, config.model.vocab_size - 1, (size, length)).astype(np.int32))
     samples = np.arange(size)
-    return pack(rows, samples, np.zeros_like(samples), config.masking, vocabulary, 0, model.encoder_sees_mask)
+    masker = Masker(config.masking, vocabulary, 0, model.encoder_sees_mask)
+    return pack(rows, samples, np.zeros_like(samples), masker)

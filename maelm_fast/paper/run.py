@@ -38,7 +38,6 @@ from maelm_fast.paper.scales import Corpus
 from maelm_fast.training.hardware import choose_device
 from maelm_fast.training.job import pretrain
 from maelm_fast.training.ledger import Ledger, lock
-from maelm_fast.training.live import live_metric
 from maelm_fast.training.rundir import RunDir, load_run
 
 log = logging.getLogger(__name__)
@@ -205,7 +204,7 @@ def _now() -> str:
 
 def _stage(cell: Cell, stage: str, run: RunDir, worker: Worker | None) -> dict[str, Any]:
     if stage == PRETRAINING:
-        pretrain(cell.preset, cell.config, cell.data, str(run.path), live_metric=live_metric)
+        pretrain(cell.preset, cell.config, cell.data, str(run.path))
         if not _finished(run):
             raise Stopped
         return pretraining_result(run)

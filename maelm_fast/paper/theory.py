@@ -45,6 +45,7 @@ import torch
 from torch import Tensor
 
 from maelm_fast.analysis.effective_rank import TAU, run_batches, saw_mask
+from maelm_fast.analysis.inputs import from_encoder, gram_matrices
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import require
 from maelm_fast.data.token_store import TokenStore
@@ -53,7 +54,7 @@ from maelm_fast.model.block import Attention
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training.files import write_json
 from maelm_fast.training.gram import GramMatrix, rank_at
-from maelm_fast.training.inputs import evaluating, from_encoder, gram_matrices
+from maelm_fast.training.live import evaluating
 from maelm_fast.training.rundir import LoadedRun
 
 REPORT_FILE = "theory.json"
@@ -274,7 +275,7 @@ def theory_report(
         encoder_sees_mask=sees_mask,
         hidden_size=config.hidden_size,
         tau=tau,
-        samples=sum(len(batch.lengths) for batch in batches),
+        samples=sum(len(batch.visible.lengths) for batch in batches),
         head=head,
         real_tokens=grams["real_positions"][0].tokens,
         mask_tokens=grams["mask_positions"][0].tokens,
@@ -292,9 +293,9 @@ def _sequence_states(model: MaeLm, batches: list[PackedBatch]) -> list[tuple[lis
     for batch in batches:
         here = batch.to(model.encoder.token_table.device)
         layers: list[Tensor] = []
-        model.encoder(here.visible_ids, here.visible, layers=layers)
-        parts = zip(*(layer.double().cpu().split(batch.lengths) for layer in layers), strict=True)
-        for states, ids in zip(parts, batch.visible_ids.cpu().split(batch.lengths), strict=True):
+        model.encoder(here.ids, here.visible, layers=layers)
+        parts = zip(*(layer.double().cpu().split(batch.visible.lengths) for layer in layers), strict=True)
+        for states, ids in zip(parts, batch.ids.cpu().split(batch.visible.lengths), strict=True):
             found.append((list(states), ids == model.mask_id))
             if len(found) == RESIDUAL_SEQUENCES:
                 return found

@@ -23,22 +23,13 @@ from maelm_fast.training.files import write_json, write_text
 from maelm_fast.training.hardware import choose_device, choose_precision, device_name, environment
 from maelm_fast.training.initial import Initial, adapt, load_initial
 from maelm_fast.training.rundir import RunDir, RunRecord, vocabulary_of
-from maelm_fast.training.trainer import LiveMetric, Trainer, build_model
+from maelm_fast.training.trainer import Trainer, build_model
 
 log = logging.getLogger(__name__)
 
 
-def pretrain(
-    preset: str,
-    config: RunConfig,
-    data: str,
-    out: str,
-    initial: Initial | None = None,
-    live_metric: LiveMetric | None = None,
-) -> RunDir:
+def pretrain(preset: str, config: RunConfig, data: str, out: str, initial: Initial | None = None) -> RunDir:
     """Train `config` on the token store `data` in the run directory `out`; goes on if a run of the same is there.
-
-    live_metric: analysis.live.live_metric, which metrics.rank_every needs; the commands pass it.
 
     Raises UserError, before anything is written, for what does not fit together."""
     train, validation = TokenStore.open(data, "train"), TokenStore.open(data, "validation")
@@ -62,7 +53,7 @@ def pretrain(
         if initial is not None:
             fresh = load_initial(model, initial)
             print(f"initialised from {initial.source}" + (f"; newly initialised: {_summary(fresh)}" if fresh else ""))
-        trainer = Trainer(run, config, model, train, validation, vocabulary, device, precision, live_metric)
+        trainer = Trainer(run, config, model, train, validation, vocabulary, device, precision)
         _start_files(run, record, config, tokenizer.to_str(), environment(device, precision))
         resumed = trainer.resume()
         print(_banner(run, preset, config, trainer, train, precision, device_name(device)))

@@ -20,9 +20,9 @@ from typing import Any
 import yaml
 
 from maelm_fast.config import RunConfig, from_dict, to_dict
-from maelm_fast.data.masking import Vocabulary
 from maelm_fast.data.tokenizer import load_tokenizer, special_ids
 from maelm_fast.errors import UserError
+from maelm_fast.masking import Vocabulary
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training.files import damage, write_text
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from maelm_fast.batch import PackedBatch
-from maelm_fast.config import MaskingConfig
 from maelm_fast.errors import UserError
+from maelm_fast.masking import Masker
 from maelm_fast.model.maelm import MaeLm
 
 
@@ -119,7 +119,7 @@ class GraphedStep:
 
     def _copy(self, micro_batches: Sequence[PackedBatch], seeds: Tensor) -> None:
         batches, held = self._inputs
-        if [_shape(batch) for batch in batches] != [_shape(batch) for batch in micro_batches]:
+        if [batch.lengths for batch in batches] != [batch.lengths for batch in micro_batches]:
             raise UserError(
                 "runtime.cuda_graph: an update's sequences differ in length from those of the one that was recorded; "
                 "set runtime.cuda_graph=false"
@@ -128,17 +128,15 @@ class GraphedStep:
         torch._foreach_copy_([*(tensor for batch in batches for tensor in batch.tensors), held], [*sources, seeds])
 
 
-def check_recordable(
-    device: torch.device, masking: MaskingConfig, encoder_sees_mask: bool, sample_lengths: Iterable[int]
-) -> None:
+def check_recordable(device: torch.device, masker: Masker, sample_lengths: Iterable[int]) -> None:
     """Raises UserError if there is no GPU or updates can differ in shape, so that no graph can be replayed."""
     if device.type != "cuda":
         need = "a GPU"
     elif len(set(sample_lengths)) > 1:
         need = "samples of one length: prepare the data with --mode full"
-    elif masking.count != "fixed" or not masking.special_tokens:
+    elif masker.masking.count != "fixed" or not masker.masking.special_tokens:
         need = "a fixed number of masked tokens: set masking.count=fixed and masking.special_tokens=true"
-    elif masking.policy == "bert" and not encoder_sees_mask:
+    elif masker.removes_by_policy:
         need = "masking.policy=mask: with bert the encoder gets a varying number of tokens"
     else:
         return
@@ -168,10 +166,6 @@ def _cuda_graph(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
         return result
 
     return replay
-
-
-def _shape(batch: PackedBatch) -> tuple[tuple[int, ...], ...]:
-    return batch.lengths, batch.decoder_lengths, batch.masked_lengths
 
 
 class Readback:

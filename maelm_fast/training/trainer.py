@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from maelm_fast import ops
-from maelm_fast.batch import PackedBatch, RaggedBatch, TokenCounts
+from maelm_fast.batch import Lengths, PackedBatch, RaggedBatch, TokenCounts
 from maelm_fast.config import RunConfig
 from maelm_fast.data.loader import TrainingBatches, training_updates, validation_batches
-from maelm_fast.data.masking import Vocabulary
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
+from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.flops import peak_flops, training_flops
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.philox import fold_seed
@@ -31,6 +31,7 @@ from maelm_fast.training import checkpoint
 from maelm_fast.training.checkpoint import Progress
 from maelm_fast.training.files import write_json
 from maelm_fast.training.hardware import device_name, is_out_of_memory
+from maelm_fast.training.live import live_batches, live_ranks
 from maelm_fast.training.optim import build_optimizer, learning_rate
 from maelm_fast.training.prefetch import on_device
 from maelm_fast.training.rundir import RunDir
@@ -40,7 +41,6 @@ from maelm_fast.training.stop import StopSignals
 
 log = logging.getLogger(__name__)
 
-LiveMetric = Callable[..., Callable[[], dict[str, float]]]
 _INIT, _DROPOUT = 0, 1  # places of the seed: initialisation, dropout
 
 
@@ -64,26 +64,29 @@ class Trainer:
         vocabulary: Vocabulary,
         device: torch.device,
         precision: str,
-        live_metric: LiveMetric | None = None,
     ) -> None:
-        """live_metric: makes what measures the model every metrics.rank_every updates (training/live.py)."""
         self.run, self.config, self.device, self.precision = run, config, device, precision
         self.model = model.to(device)
-        self.vocabulary, self.validation = vocabulary, validation
+        self.validation = validation
+        self.masker = Masker(config.masking, vocabulary, config.seed, self.model.encoder_sees_mask)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.batches = TrainingBatches(
-            train, vocabulary, config.masking, config.seed, config.optim.batch_size, config.runtime.micro_batch_size,
-            self.model.encoder_sees_mask, mask_on_device=config.runtime.backend.mask_and_pack not in ("auto", "host"),
-        )  # fmt: skip
+            train,
+            self.masker,
+            config.optim.batch_size,
+            config.runtime.micro_batch_size,
+            mask_on_device=config.runtime.backend.mask_and_pack not in ("auto", "host"),
+        )
         step = TrainStep(self.model, self.optimizer, config.optim.clip_norm, precision)
         self.autocast = step.autocast
         self.step: TrainStep | GraphedStep = step
         if config.runtime.cuda_graph:
-            check_recordable(device, config.masking, self.model.encoder_sees_mask, train.lengths)
+            check_recordable(device, self.masker, train.lengths)
             self.step = GraphedStep(step)
-        self.live: Callable[[], dict[str, float]] | None = None
-        if live_metric is not None and config.metrics.rank_every:
-            self.live = live_metric(config, self.model, validation, vocabulary, device, self.autocast)
+        self.rank_every, self.rank_batches = config.metrics.rank_every, list[PackedBatch]()
+        if self.rank_every:
+            size = config.runtime.micro_batch_size
+            self.rank_batches = live_batches(validation, self.masker, size, config.model.hidden_size)
         self.progress = Progress()
 
     def resume(self) -> bool:
@@ -115,11 +118,12 @@ class Trainer:
                 stopping = stop.received is not None
                 evaluates = step % runtime.eval_every == 0 or last
                 saves = step % runtime.save_every == 0 or last or stopping
-                measures = self.live is not None and (step % self.config.metrics.rank_every == 0 or last)
+                measures = self.rank_every > 0 and (step % self.rank_every == 0 or last)
                 for update, numbers in under_way.take(everything=evaluates or saves or measures):
                     self._finish(update, numbers, meter, metrics, display)
-                if measures and self.live is not None:
-                    metrics.write({"kind": "rank", "step": step, "tokens": progress.tokens, **self.live()})
+                if measures:
+                    ranks = live_ranks(self.model, self.rank_batches, self.device, self.autocast)
+                    metrics.write({"kind": "rank", "step": step, "tokens": progress.tokens, **ranks})
                     meter.restart()
                 if evaluates:
                     self._evaluate(metrics, display)
@@ -141,10 +145,8 @@ class Trainer:
     def _masked(self, batch: PackedBatch | RaggedBatch) -> PackedBatch:
         if isinstance(batch, PackedBatch):
             return batch
-        return ops.mask_and_pack(
-            batch.ids, batch.lengths, batch.samples, batch.epochs, self.config.masking, self.vocabulary,
-            self.config.seed, self.model.encoder_sees_mask,
-        )  # fmt: skip
+        samples, epochs = torch.from_numpy(batch.samples), torch.from_numpy(batch.epochs)
+        return ops.mask_and_pack(batch.ids, batch.lengths.tolist(), samples, epochs, self.masker)
 
     def _update(self, micro_batches: list[PackedBatch]) -> tuple[_Update, Tensor]:
         """Queues one optimiser update; its numbers are not yet read back from the device."""
@@ -158,7 +160,7 @@ class Trainer:
         try:
             numbers = self.step(micro_batches, seeds, lr)
         except RuntimeError as error:
-            raise _out_of_memory(error, len(micro_batches[0].lengths)) from None
+            raise _out_of_memory(error, len(micro_batches[0].decoder.lengths)) from None
         progress.step += 1
         progress.tokens += sum(batch.counts.original for batch in micro_batches)
         return _Update.of(progress, lr, micro_batches), numbers
@@ -178,10 +180,17 @@ class Trainer:
         ):
             predicted = sum(map(self.model.predicted_tokens, update.counts))
             row = {
-                "kind": "train", "step": update.step, "tokens": update.tokens, "loss": numbers.loss,
-                "accuracy": numbers.correct / max(predicted, 1), "lr": update.lr, "grad_norm": numbers.norm,
-                "masked": sum(counts.masked for counts in update.counts), "skipped": progress.skipped, **meter.rates(),
-            }  # fmt: skip
+                "kind": "train",
+                "step": update.step,
+                "tokens": update.tokens,
+                "loss": numbers.loss,
+                "accuracy": numbers.correct / max(predicted, 1),
+                "lr": update.lr,
+                "grad_norm": numbers.norm,
+                "masked": sum(counts.masked for counts in update.counts),
+                "skipped": progress.skipped,
+                **meter.rates(),
+            }
             metrics.write(row)
             display.update(row)
 
@@ -203,7 +212,8 @@ class Trainer:
     def _evaluate(self, metrics: Metrics, display: Display) -> None:
         progress, runtime = self.progress, self.config.runtime
         try:
-            result = evaluate(self.model, self._validation_batches(), self.device, self.autocast)
+            batches = validation_batches(self.validation, self.masker, runtime.micro_batch_size, runtime.eval_samples)
+            result = evaluate(self.model, batches, self.device, self.autocast)
         except RuntimeError as error:
             raise _out_of_memory(error, runtime.micro_batch_size) from None
         unigram = self.validation.manifest.unigram_nats
@@ -228,12 +238,6 @@ class Trainer:
         if runtime.early_stop and progress.evaluations_without_gain >= runtime.early_stop:
             progress.finished = "early_stop"
             display.say(f"early stop: no better validation loss in {runtime.early_stop} evaluations")
-
-    def _validation_batches(self) -> Iterator[PackedBatch]:
-        return validation_batches(
-            self.validation, self.vocabulary, self.config.masking, self.config.seed,
-            self.config.runtime.micro_batch_size, self.model.encoder_sees_mask, self.config.runtime.eval_samples,
-        )  # fmt: skip
 
     def _save(self, must: bool) -> None:
         """A save that fails, on a full disk say, costs only itself: earlier checkpoints stay and training goes on."""
@@ -277,13 +281,13 @@ class _Update:
     lr: float
     counts: tuple[TokenCounts, ...]
     """Of each micro-batch."""
-    lengths: tuple[tuple[tuple[int, ...], ...], ...]
-    """Of each micro-batch: each sequence's visible, original and masked tokens."""
+    lengths: tuple[Lengths, ...]
+    """Of each micro-batch."""
 
     @classmethod
     def of(cls, progress: Progress, lr: float, micro_batches: list[PackedBatch]) -> _Update:
-        lengths = tuple((b.lengths, b.decoder_lengths, b.masked_lengths) for b in micro_batches)
-        return cls(progress.step, progress.tokens, lr, tuple(b.counts for b in micro_batches), lengths)
+        counts, lengths = (b.counts for b in micro_batches), (b.lengths for b in micro_batches)
+        return cls(progress.step, progress.tokens, lr, tuple(counts), tuple(lengths))
 
 
 class _Meter:

@@ -21,14 +21,16 @@ from maelm_fast.analysis.effective_rank import (
     measure,
     read_reports,
 )
+from maelm_fast.analysis.inputs import encoder_inputs, from_encoder, from_padded
 from maelm_fast.batch import PackedBatch, layout_of
 from maelm_fast.config import MaskingConfig, ModelConfig
-from maelm_fast.data.masking import Vocabulary, pack
+from maelm_fast.data.masking import pack
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
+from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training.gram import GramMatrix, rank_at
-from maelm_fast.training.inputs import encoder_inputs, evaluating, from_encoder, from_padded
+from maelm_fast.training.live import evaluating
 from maelm_fast.training.rundir import RunDir, load_run
 
 VOCABULARY = Vocabulary(64, 63, (0, 1, 2, 3, 63))
@@ -48,7 +50,7 @@ def batch_of(lengths: tuple[int, ...], first: int = 0, policy: str = "mask", see
     rows = [generator.integers(4, 63, n) for n in lengths]
     samples = np.arange(first, first + len(rows))
     masking = MaskingConfig(policy=policy)  # type: ignore[arg-type]
-    return pack(rows, samples, np.zeros(len(rows), np.int64), masking, VOCABULARY, 0, sees_mask)
+    return pack(rows, samples, np.zeros(len(rows), np.int64), Masker(masking, VOCABULARY, 0, sees_mask))
 
 
 def ranks_of(model: MaeLm, batches: list[PackedBatch], *taus: float) -> dict[str, InputRanks]:
@@ -145,7 +147,7 @@ def test_streamed_batches_equal_the_whole() -> None:
 def test_what_the_encoder_gets_under_each_input() -> None:
     seen, removed = batch_of(LENGTHS), batch_of(LENGTHS, sees_mask=False)
     with_mask, without_mask, visible = encoder_inputs(seen, VOCABULARY.mask_id)
-    assert with_mask.ids.tolist() == seen.visible_ids.tolist()
+    assert with_mask.ids.tolist() == seen.ids.tolist()
     assert with_mask.counted["with_mask"] is None
     rows, others = with_mask.counted["mask_positions"], with_mask.counted["real_positions"]
     assert rows is not None
@@ -156,9 +158,9 @@ def test_what_the_encoder_gets_under_each_input() -> None:
     original = [token for n in LENGTHS for token in generator.integers(4, 63, n).tolist()]
     assert without_mask.ids.tolist() == original
     assert without_mask.layout is with_mask.layout
-    assert visible.ids.tolist() == removed.visible_ids.tolist()
-    assert visible.layout.positions.tolist() == removed.visible_positions.tolist()
-    assert visible.layout.lengths == removed.lengths
+    assert visible.ids.tolist() == removed.ids.tolist()
+    assert visible.layout.positions.tolist() == removed.visible.positions.tolist()
+    assert visible.layout.lengths == removed.visible.lengths
 
 
 def test_only_the_passes_that_the_named_inputs_need() -> None:
@@ -176,7 +178,7 @@ def test_under_the_bert_policy_only_mask_tokens_count_as_mask() -> None:
     assert rows is not None
     shown_as_mask = int(rows.sum())
     assert 0 < shown_as_mask < batch.counts.masked
-    assert visible.ids.tolist() == batch_of((20,) * 8, policy="bert", sees_mask=False).visible_ids.tolist()
+    assert visible.ids.tolist() == batch_of((20,) * 8, policy="bert", sees_mask=False).ids.tolist()
 
 
 @pytest.mark.parametrize("decoder", ["none", "self"])
@@ -195,11 +197,11 @@ def test_tokens_counted_and_ranks_equal_those_of_the_collected_states(decoder: s
     states: list[list[Tensor]] = []
     with torch.no_grad():
         for batch in batches:
-            model.eval().encoder(batch.visible_ids, batch.visible, layers=(layers := []))
+            model.eval().encoder(batch.ids, batch.visible, layers=(layers := []))
             states.append(layers)
     for layer in range(model.config.num_layers + 1):
         whole = torch.cat([layers[layer] for layers in states])
-        is_mask = torch.cat([batch.visible_ids == VOCABULARY.mask_id for batch in batches])
+        is_mask = torch.cat([batch.ids == VOCABULARY.mask_id for batch in batches])
         for i, tau in enumerate((0.8, 0.95)):
             assert results["with_mask"].ranks[i][layer] == exact_rank(whole, tau)
             assert results["mask_positions"].ranks[i][layer] == exact_rank(whole[is_mask], tau)
@@ -252,7 +254,7 @@ def test_text_without_masks_needs_no_more_than_real_tokens() -> None:
     assert batch.counts.masked == 0
     encode = from_encoder(model.encoder)
     (entry,) = effective_ranks(encode, [batch], model.mask_id, {"without_mask": "all real"})
-    states = torch.stack(encode(batch.visible_ids, batch.visible)).double().detach()
+    states = torch.stack(encode(batch.ids, batch.visible)).double().detach()
     assert entry.ranks == [[exact_rank(layer, 0.9) for layer in states]]
 
 

@@ -11,9 +11,10 @@ import torch
 
 from maelm_fast.analysis.fill import best_text, encode, fill
 from maelm_fast.cli import fill as fill_command
-from maelm_fast.data.masking import Vocabulary, pack_masked
+from maelm_fast.data.masking import pack_masked
 from maelm_fast.data.tokenizer import load_tokenizer, train_tokenizer
 from maelm_fast.errors import UserError
+from maelm_fast.masking import Vocabulary
 from maelm_fast.training.rundir import LoadedRun, RunDir, load_run
 
 
@@ -50,14 +51,14 @@ def test_masks_given_are_packed_as_drawn_ones_would_be() -> None:
     vocabulary = Vocabulary(10, 9, (0, 1, 2, 3, 9))
     rows = [np.array([0, 9, 5, 2]), np.array([9, 6])]
     removed = pack_masked(rows, vocabulary, encoder_sees_mask=False)
-    assert removed.visible_ids.tolist() == [0, 5, 2, 6]
-    assert removed.visible_positions.tolist() == [0, 2, 3, 1]
+    assert removed.ids.tolist() == [0, 5, 2, 6]
+    assert removed.visible.positions.tolist() == [0, 2, 3, 1]
     assert removed.source.tolist() == [0, -1, 1, 2, -1, 3]
     assert removed.masked_index.tolist() == [1, 4]
     assert removed.masked.positions.tolist() == [1, 0]
     seen = pack_masked(rows, vocabulary, encoder_sees_mask=True)
-    assert seen.visible_ids.tolist() == [0, 9, 5, 2, 9, 6]
-    assert seen.masked_lengths == (1, 1)
+    assert seen.ids.tolist() == [0, 9, 5, 2, 9, 6]
+    assert seen.masked.lengths == (1, 1)
 
 
 @pytest.mark.parametrize("preset", ["tiny", "tiny_cross", "roberta_tiny"])

@@ -16,9 +16,10 @@ import torch
 from maelm_fast.analysis.effective_rank import REPORT_FILE, SEES_MASK, read_reports
 from maelm_fast.analysis.huggingface import MASKING, load_encoder, measure_checkpoint, sequences, text_lines
 from maelm_fast.cli.main import main
-from maelm_fast.data.masking import VALIDATION_EPOCH, pack
+from maelm_fast.data.masking import pack
 from maelm_fast.data.tokenizer import load_tokenizer
 from maelm_fast.errors import UserError
+from maelm_fast.masking import VALIDATION_EPOCH, Masker
 from maelm_fast.training.gram import GramMatrix, rank_at
 from maelm_fast.training.rundir import RunDir
 
@@ -82,9 +83,9 @@ def test_ranks_are_those_of_the_model_s_own_hidden_states(kind: str, checkpoints
 
     rows = sequences(encoder, str(store), 6, encoder.longest)
     samples = torch.arange(6).numpy()
-    batch = pack(rows, samples, samples * 0 + VALIDATION_EPOCH, MASKING, encoder.vocabulary, 0, True)
+    batch = pack(rows, samples, samples * 0 + VALIDATION_EPOCH, Masker(MASKING, encoder.vocabulary, 0, True))
     model = transformers.AutoModel.from_pretrained(checkpoints / kind).eval()
-    ids = batch.visible_ids.view(6, -1).long()
+    ids = batch.ids.view(6, -1).long()
     is_mask = ids == encoder.tokenizer.mask_token_id
     special = torch.isin(torch.from_numpy(np.stack(rows)), torch.tensor(encoder.tokenizer.all_special_ids))
     assert not bool((is_mask & special).any())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import resource
 import subprocess
@@ -16,20 +15,20 @@ from maelm_fast import native
 from maelm_fast.batch import PackedBatch, RaggedBatch
 from maelm_fast.config import MaskingConfig
 from maelm_fast.data.loader import TrainingBatches, training_updates
-from maelm_fast.data.masking import Vocabulary, pack
+from maelm_fast.data.masking import pack
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.data.update import new_row
 from maelm_fast.errors import UserError
+from maelm_fast.masking import Masker, Vocabulary
 from tests.batches import assert_same_batch
 from tests.waiting import HANG
 
-VOCABULARY = Vocabulary(300, 299, (0, 1, 2, 3, 299))
+MASKER = Masker(MaskingConfig(), Vocabulary(300, 299, (0, 1, 2, 3, 299)), seed=5, encoder_sees_mask=False)
+SMALL = Masker(MaskingConfig(), Vocabulary(250, 249, (0, 249)), seed=5, encoder_sees_mask=False)
 
 
 def batches(store: TokenStore, batch_size: int, micro_batch_size: int, mask_on_device: bool = False) -> TrainingBatches:
-    return TrainingBatches(
-        store, VOCABULARY, MaskingConfig(), 5, batch_size, micro_batch_size, False, mask_on_device=mask_on_device
-    )
+    return TrainingBatches(store, MASKER, batch_size, micro_batch_size, mask_on_device)
 
 
 def assert_same(a: list[PackedBatch] | list[RaggedBatch], b: list[PackedBatch] | list[RaggedBatch]) -> None:
@@ -45,10 +44,7 @@ def test_full_samples_make_micro_batches_in_a_row(store: Path, batch_size: int, 
         ids, epochs = loaded.samples(update)
         parts = [slice(i, i + micro_batch_size) for i in range(0, batch_size, micro_batch_size)]
         rows = [opened[int(i)] for i in ids]
-        expected = [
-            pack(rows[part], ids[part], epochs[part], MaskingConfig(), VOCABULARY, 5, encoder_sees_mask=False)
-            for part in parts
-        ]
+        expected = [pack(rows[part], ids[part], epochs[part], MASKER) for part in parts]
         assert_same(loaded[update], expected)
 
 
@@ -57,7 +53,7 @@ def test_full_samples_make_micro_batches_in_a_row(store: Path, batch_size: int, 
 def test_the_reference_makes_the_same_updates(
     mode: str, mask_on_device: bool, store: Path, document_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Order, reading, packing decision and masks in C++ and in NumPy."""
+    """Order, reading, packing decision and masks in C++ and without it."""
     if native.host() is None:
         pytest.skip(native.reasons["host"])
     path = store if mode == "full" else document_store
@@ -76,11 +72,10 @@ def test_masks_left_to_the_device(document_store: Path) -> None:
     for ragged, packed in zip(batches(opened, 40, 4, True)[3], batches(opened, 40, 4)[3], strict=True):
         assert isinstance(ragged, RaggedBatch)
         assert ragged.ids.dtype == torch.int32
-        assert ragged.lengths == packed.decoder_lengths
-        rows = [row.numpy() for row in ragged.ids.split(ragged.lengths)]
+        assert tuple(ragged.lengths) == packed.decoder.lengths
+        rows = [row.numpy() for row in ragged.ids.split(ragged.lengths.tolist())]
         assert all((row == opened[i]).all() for row, i in zip(rows, ragged.samples, strict=True))
-        keys = torch.tensor(ragged.samples).numpy(), torch.tensor(ragged.epochs).numpy()
-        assert_same([pack(rows, *keys, MaskingConfig(), VOCABULARY, 5, encoder_sees_mask=False)], [packed])
+        assert_same([pack(rows, ragged.samples, ragged.epochs, MASKER)], [packed])
 
 
 def test_micro_batches_of_documents_are_evenly_full(document_store: Path) -> None:
@@ -93,10 +88,9 @@ def test_micro_batches_of_documents_are_evenly_full(document_store: Path) -> Non
 
 def test_a_token_of_another_vocabulary_is_refused(store: Path) -> None:
     opened = TokenStore.open(store)
-    small = Vocabulary(250, 249, (0, 249))
     for mask_on_device in (False, True):
         with pytest.raises(UserError, match="outside the vocabulary of 250"):
-            TrainingBatches(opened, small, MaskingConfig(), 5, 64, 8, False, mask_on_device)[0]
+            TrainingBatches(opened, SMALL, 64, 8, mask_on_device)[0]
 
 
 def test_documents_fill_micro_batches(document_store: Path) -> None:
@@ -109,7 +103,7 @@ def test_documents_fill_micro_batches(document_store: Path) -> None:
         assert max(sizes) <= budget
         assert len(sizes) == -(-sum(sizes) // budget)  # as few as can be
         lengths = [len(opened[int(i)]) for i in loaded.samples(update)[0]]
-        assert sorted(n for batch in micro_batches for n in batch.decoder_lengths) == sorted(lengths)
+        assert sorted(n for batch in micro_batches for n in batch.decoder.lengths) == sorted(lengths)
         places = [place(loaded, update, batch) for batch in micro_batches]
         assert sorted(p for part in places for p in part) == list(range(64))
         assert all(part == sorted(part) for part in places)
@@ -119,18 +113,18 @@ def place(loaded: TrainingBatches, update: int, batch: PackedBatch) -> list[int]
     """Where in the update each sequence of a micro-batch stands, recognised by its masked tokens and their places."""
 
     def key(batch: PackedBatch, s: int) -> tuple[int, ...]:
-        start, end = batch.masked_cu_seqlens[s : s + 2].tolist()
-        at = batch.masked_index[start:end] - batch.decoder_cu_seqlens[s]
-        return (batch.decoder_lengths[s], *at.tolist(), *batch.labels[start:end].tolist())
+        start, end = batch.masked.cu_seqlens[s : s + 2].tolist()
+        at = batch.masked_index[start:end] - batch.decoder.cu_seqlens[s]
+        return (batch.decoder.lengths[s], *at.tolist(), *batch.labels[start:end].tolist())
 
     ids, epochs = loaded.samples(update)
     rows = [loaded.store[int(i)] for i in ids]
-    whole = pack(rows, ids, epochs, loaded.masking, VOCABULARY, loaded.seed, False)
+    whole = pack(rows, ids, epochs, MASKER)
     known: dict[tuple[int, ...], list[int]] = {}
     for s in range(len(rows)):
         known.setdefault(key(whole, s), []).append(s)
     assert len(known) > len(rows) // 2
-    return [known[key(batch, s)].pop(0) for s in range(len(batch.lengths))]
+    return [known[key(batch, s)].pop(0) for s in range(len(batch.visible.lengths))]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -141,17 +135,12 @@ def test_updates_are_the_same_from_any_process(document_store: Path, workers: in
     for i, update in enumerate(updates):
         assert_same(update, loaded[2 + i])
         for batch in update:
-            assert all(
-                getattr(batch, f.name).data_ptr() % 64 == 0
-                for f in dataclasses.fields(batch)
-                if isinstance(getattr(batch, f.name), torch.Tensor)
-            )
+            assert all(tensor.data_ptr() % 64 == 0 for tensor in batch.tensors)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_bad_tokens_are_one_line_from_any_process(store: Path, workers: int) -> None:
-    small = Vocabulary(250, 249, (0, 249))
-    loaded = TrainingBatches(TokenStore.open(store), small, MaskingConfig(), 5, 64, 8, False)
+    loaded = TrainingBatches(TokenStore.open(store), SMALL, 64, 8)
     with pytest.raises(UserError, match=r"^token id \d+ is outside the vocabulary of 250: [^\n]*$"):
         next(training_updates(loaded, 0, 2, workers, pin_memory=False))
 
@@ -160,11 +149,11 @@ FAILING = """
 import sys
 from maelm_fast.config import MaskingConfig
 from maelm_fast.data.loader import TrainingBatches, training_updates
-from maelm_fast.data.masking import Vocabulary
+from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.data.token_store import TokenStore
 if __name__ == "__main__":
     store = TokenStore.open(sys.argv[1])
-    batches = TrainingBatches(store, Vocabulary(300, 299, (0, 299)), MaskingConfig(), 5, 8, 8, False)
+    batches = TrainingBatches(store, Masker(MaskingConfig(), Vocabulary(300, 299, (0, 299)), 5, False), 8, 8)
     updates = training_updates(batches, 0, 1000, 1, pin_memory=False)
     next(updates)
     raise ArithmeticError
@@ -200,7 +189,7 @@ def test_a_loader_process_writes_into_shared_memory() -> None:
 
 
 def test_many_micro_batches_need_few_file_descriptors(store: Path) -> None:
-    """A process may often have 1,024; an update of 256 micro-batches has 2,304 tensors."""
+    """A process may often have 1,024; an update of 256 micro-batches has 2,560 tensors."""
     loaded = batches(TokenStore.open(store, "train"), 512, 2)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512 if hard == resource.RLIM_INFINITY else min(512, hard), hard))

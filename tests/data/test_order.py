@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
-from maelm_fast.data.order import permutation, permutation_numpy, samples_at, subset
-from maelm_fast.philox import Stream, fold_seed, philox4x32, position_words
+from maelm_fast.data.order import permutation, permutation_reference, samples_at, subset
+from maelm_fast.philox import Stream, fold_seed, philox, position_words
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 15, 16, 17, 255, 256, 257, 1001, 4096, 65_537, 100_003])
@@ -52,7 +53,7 @@ def test_samples_run_through_epoch_ends() -> None:
     assert np.array_equal(epochs, np.arange(5, 25) // 9)
 
 
-@pytest.mark.parametrize("order", [permutation, permutation_numpy])
+@pytest.mark.parametrize("order", [permutation, permutation_reference])
 def test_orders_stay_what_they_were(order: Callable[..., np.ndarray]) -> None:
     """Runs of that time can be resumed: their samples, and the seeds of their weights and dropout."""
     assert order(np.arange(6), 1001, 3, 5).tolist() == [793, 379, 142, 457, 565, 652]
@@ -87,14 +88,17 @@ def test_philox_known_answers() -> None:
         ),
     ]
     for counter, key, expected in cases:
-        assert tuple(int(word) for word in philox4x32(counter, key)) == expected
+        words = tuple(torch.tensor(word) for word in counter)
+        assert tuple(philox(words, key).tolist()) == expected
+        for tensor in range(4):  # the others as numbers
+            assert tuple(philox((*counter[:tensor], words[tensor], *counter[tensor + 1 :]), key).tolist()) == expected
 
 
 def test_words_do_not_depend_on_length_or_company() -> None:
-    samples = np.array([3, 9, 27])
-    long = position_words(samples, 103, 2, Stream.MASK, 7)
-    assert np.array_equal(position_words(samples[1:2], 10, 2, Stream.MASK, 7)[0], long[1, :10])
-    assert not np.array_equal(position_words(samples, 103, 2, Stream.POLICY, 7), long)
+    samples = torch.tensor([[3], [9], [27]])
+    long = position_words(103, samples, 2, Stream.MASK, 7)
+    assert torch.equal(position_words(10, samples[1:2], 2, Stream.MASK, 7)[0], long[1, :10])
+    assert not torch.equal(position_words(103, samples, 2, Stream.POLICY, 7), long)
 
 
 def test_folded_seeds_differ() -> None:

@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from maelm_fast.batch import layout_of
 from maelm_fast.config import ModelConfig
-from maelm_fast.data.masking import Vocabulary, pack_masked
+from maelm_fast.data.masking import pack_masked
 from maelm_fast.errors import UserError
 from maelm_fast.export.from_huggingface import read_checkpoint
 from maelm_fast.export.huggingface import export
+from maelm_fast.masking import Vocabulary
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training.initial import adapt, load_initial
 from maelm_fast.training.rundir import LoadedRun

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maelm_fast.batch import PackedBatch, cumulative
+from maelm_fast.batch import PackedBatch, layout_of
 from maelm_fast.config import MaskingConfig, ModelConfig
-from maelm_fast.data.masking import Vocabulary, pack
+from maelm_fast.data.masking import pack
+from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.block import Attention, Block
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.ops import PositionBias
@@ -45,7 +46,7 @@ def batch_for(model: MaeLm, lengths: list[int], rate: float = 0.3, seed: int = 0
     rows = [np.concatenate([[0], draw.integers(4, 99, n - 1)]) for n in lengths]
     masking = MaskingConfig(rate=rate, policy=policy)  # type: ignore[arg-type]
     n = len(lengths)
-    return pack(rows, np.arange(n), np.zeros(n, int), masking, VOCABULARY, seed, model.encoder_sees_mask)
+    return pack(rows, np.arange(n), np.zeros(n, int), Masker(masking, VOCABULARY, seed, model.encoder_sees_mask))
 
 
 def show(batch: PackedBatch, share: float, random: bool = False) -> PackedBatch:
@@ -53,20 +54,18 @@ def show(batch: PackedBatch, share: float, random: bool = False) -> PackedBatch:
     tokens. batch: none of them is in it yet."""
     draw = np.random.default_rng(6)
     shown = batch.source.numpy() >= 0
-    for here in np.split(batch.masked_index.numpy(), np.cumsum(batch.masked_lengths)[:-1]):
+    for here in np.split(batch.masked_index.numpy(), np.cumsum(batch.masked.lengths)[:-1]):
         shown[draw.permutation(here)[: int(share * len(here) + 0.5)]] = True
     ids = batch.original_ids.clone()
     masked = batch.masked_index.long()
     ids[masked] = torch.from_numpy(draw.integers(4, 99, len(masked))).int() if random else VOCABULARY.mask_id
-    lengths = [int(part.sum()) for part in np.split(shown, np.cumsum(batch.decoder_lengths)[:-1])]
+    lengths = [int(part.sum()) for part in np.split(shown, np.cumsum(batch.decoder.lengths)[:-1])]
     kept = torch.from_numpy(shown)
     return replace(
         batch,
-        visible_ids=ids[kept],
-        visible_positions=batch.decoder_positions[kept],
-        cu_seqlens=cumulative(lengths),
+        ids=ids[kept],
         source=torch.where(kept, kept.cumsum(0) - 1, -1).int(),
-        lengths=tuple(lengths),
+        visible=layout_of(lengths, batch.decoder.positions[kept]),
     )
 
 
@@ -108,13 +107,13 @@ def padded_block(
 def padded_loss(model: MaeLm, batch: PackedBatch) -> Tensor:
     """The same loss by the released code's way of computing: each sequence at full length, masked positions kept in
     place and excluded as keys, every slot through every decoder layer, [MASK] filled in before any projection."""
-    starts, v_starts = np.cumsum([0, *batch.decoder_lengths]), np.cumsum([0, *batch.lengths])
+    starts, v_starts = np.cumsum([0, *batch.decoder.lengths]), np.cumsum([0, *batch.visible.lengths])
     losses = []
-    for s in range(len(batch.decoder_lengths)):
+    for s in range(len(batch.decoder.lengths)):
         slots, rows = slice(starts[s], starts[s + 1]), slice(v_starts[s], v_starts[s + 1])
         here = (batch.masked_index >= starts[s]) & (batch.masked_index < starts[s + 1])
         masked = (batch.masked_index[here] - int(starts[s])).long()
-        places, ids = batch.visible_positions[rows].long(), batch.visible_ids[rows].long()
+        places, ids = batch.visible.positions[rows].long(), batch.ids[rows].long()
         losses.append(_sequence_loss(model, batch.source[slots], places, ids, masked, batch.labels[here].long()))
     return torch.stack(losses).sum()
 

@@ -92,7 +92,7 @@ def test_gradients_reach_every_parameter_and_are_finite(fields: Changes, share: 
 
 def test_original_ids_are_the_tokens_before_masking() -> None:
     model = build()
-    want = batch_for(build(decoder="none"), LENGTHS, 0.001).visible_ids  # nothing masked: the tokens themselves
+    want = batch_for(build(decoder="none"), LENGTHS, 0.001).ids  # nothing masked: the tokens themselves
     for batch in (
         batch_for(model, LENGTHS, 0.5),
         batch_for(model, LENGTHS, 0.95),
@@ -146,7 +146,7 @@ def test_causal_decoder_starts_from_mask_and_attends_to_the_encoder() -> None:
     assert decoder is not None
     start = table[99:100]
     want = torch.cat([start, start, table[batch.original_ids[1:-1].long()]])
-    positions = decoder.position_table[batch.decoder_positions.long()]
+    positions = decoder.position_table[batch.decoder.positions.long()]
     torch.testing.assert_close(input_of(model, batch, encoded), decoder.embedding_norm(want + positions))
     (grad,) = torch.autograd.grad(decode(model, batch, encoded).square().sum(), encoded)
     assert (grad.abs().sum(1) > 0).all()
@@ -208,7 +208,7 @@ def test_self_cross_depends_on_the_encoder_both_ways(way: str) -> None:
         batch = replace(batch, source=torch.full_like(batch.source, -1))
     encoded = random_rows(batch, 0).requires_grad_()
     (grad,) = torch.autograd.grad(decode(model, batch, encoded).square().sum(), encoded)
-    masks = torch.tensor(batch.masked_lengths).repeat_interleave(torch.tensor(batch.lengths)) > 0
+    masks = torch.tensor(batch.masked.lengths).repeat_interleave(torch.tensor(batch.visible.lengths)) > 0
     assert torch.equal(grad.abs().sum(1) > 0, masks)  # of sequences in which something is predicted
 
 
@@ -243,11 +243,11 @@ def test_misaligned_positions_count_the_visible_tokens() -> None:
     aligned = build()
     aligned.load_state_dict(model.state_dict())
     batch = batch_for(model, LENGTHS)
-    alone = layout_of(batch.lengths)
-    assert not torch.equal(alone.positions, batch.visible_positions)
-    got = model.encoder(batch.visible_ids, batch.visible)
-    assert torch.equal(got, aligned.encoder(batch.visible_ids, alone))
-    assert not torch.equal(got, aligned.encoder(batch.visible_ids, batch.visible))
+    alone = layout_of(batch.visible.lengths)
+    assert not torch.equal(alone.positions, batch.visible.positions)
+    got = model.encoder(batch.ids, batch.visible)
+    assert torch.equal(got, aligned.encoder(batch.ids, alone))
+    assert not torch.equal(got, aligned.encoder(batch.ids, batch.visible))
     assert torch.equal(input_of(model, batch, got), input_of(aligned, batch, got))
 
 
@@ -323,7 +323,7 @@ def test_flops_are_those_that_run(fields: Changes, share: float) -> None:
     counter = FlopCounterMode(display=False)
     with ops.backends(REFERENCE), counter:
         model(batch)[0].backward()
-    counted = training_flops(config, batch.lengths, batch.decoder_lengths, batch.masked_lengths)
+    counted = training_flops(config, *batch.lengths)
     mask_row = 3 * 2 * 16 * 24 if config.decoder_hidden_size else 0
     assert counter.get_total_flops() == counted + mask_row
 

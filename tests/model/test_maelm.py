@@ -16,7 +16,9 @@ from torch import Tensor
 from maelm_fast import ops
 from maelm_fast.config import MaskingConfig
 from maelm_fast.data.masking import pack
+from maelm_fast.masking import Masker
 from maelm_fast.model.maelm import MaeLm
+from tests.batches import assert_same_batch
 from tests.model.checks import SMALL, VOCABULARY, assert_packed_equals_padded, batch_for, build
 
 DECODERS = ["self", "cross", "self_cross", "causal_cross", "none"]
@@ -44,16 +46,15 @@ def test_nothing_of_a_masked_token_reaches_the_encoder(decoder: str) -> None:
     model = build(decoder=decoder)
     draw = np.random.default_rng(0)
     rows = [draw.integers(4, 60, 50) for _ in range(3)]
-    keys = (np.arange(3), np.zeros(3, int), MaskingConfig(rate=0.3), VOCABULARY, 0, False)
+    keys = np.arange(3), np.zeros(3, int), Masker(MaskingConfig(rate=0.3), VOCABULARY, 0, False)
     batch = pack(rows, *keys)
     whole, masked = np.concatenate(rows), batch.masked_index.numpy()
     whole[masked] = 60 + np.arange(len(masked)) % 30
     other = pack(np.split(whole, 3), *keys)
     assert not torch.equal(batch.labels, other.labels)
-    for name in ("visible_ids", "visible_positions", "source", "decoder_positions", "masked_index"):
-        assert torch.equal(getattr(batch, name), getattr(other, name))
+    assert_same_batch(replace(batch, labels=other.labels), other)
     assert torch.equal(model.predicted_states(batch), model.predicted_states(other))
-    out = model.encoder(other.visible_ids, other.visible)
+    out = model.encoder(other.ids, other.visible)
     (grad,) = torch.autograd.grad(out.pow(2).sum(), model.encoder.token_table)
     assert (grad[60:] == 0).all()
     assert grad[:60].abs().sum() > 0
@@ -63,7 +64,7 @@ def test_standard_mlm_does_feed_mask_to_the_encoder() -> None:
     """The counter-test: without a decoder [MASK]'s row gets a gradient from the encoder's output."""
     model = build(decoder="none")
     batch = batch_for(model, [50])
-    out = model.encoder(batch.visible_ids, batch.visible)
+    out = model.encoder(batch.ids, batch.visible)
     (grad,) = torch.autograd.grad(out.pow(2).sum(), model.encoder.token_table)
     assert grad[99].abs().sum() > 0
 
@@ -91,7 +92,7 @@ def test_all_masked_and_one_token_sequences(decoder: str) -> None:
     loss, _ = model(batch)
     loss.backward()
     assert torch.isfinite(loss)
-    assert batch.lengths == ((1, 2, 1) if decoder == "none" else (0, 0, 0))
+    assert batch.visible.lengths == ((1, 2, 1) if decoder == "none" else (0, 0, 0))
 
 
 def test_dropout_is_a_function_of_its_seed_and_off_in_evaluation() -> None:
@@ -173,7 +174,7 @@ def test_layers_are_handed_out() -> None:
     model = build()
     batch = batch_for(model, [30])
     layers: list[Tensor] = []
-    out = model.encoder(batch.visible_ids, batch.visible, layers=layers)
+    out = model.encoder(batch.ids, batch.visible, layers=layers)
     assert len(layers) == SMALL.num_layers + 1
     assert torch.equal(layers[-1], out)
 

@@ -17,8 +17,8 @@
 #include "memory.h"
 #include "order.h"
 #include "packing.h"
-#include "philox.h"
 #include "samples.h"
+#include "words.h"
 
 #define REQUIRE(condition)                                                         \
   do {                                                                             \
@@ -42,11 +42,11 @@ std::unique_ptr<Number[]> exactly(int64_t count) {
 
 // The published test vectors of Philox4x32-10.
 void check_philox() {
-  const maelm::Block zeros = maelm::philox4x32({{0, 0, 0, 0}}, 0);
+  const maelm::Block zeros = maelm::philox4x32<10>({{0, 0, 0, 0}}, 0);
   REQUIRE(zeros.word[0] == 0x6627e8d5 && zeros.word[1] == 0xe169c58d);
   REQUIRE(zeros.word[2] == 0xbc57ac4c && zeros.word[3] == 0x9b00dbd8);
   constexpr uint32_t kOnes = 0xffffffff;
-  const maelm::Block ones = maelm::philox4x32({{kOnes, kOnes, kOnes, kOnes}}, ~uint64_t{0});
+  const maelm::Block ones = maelm::philox4x32<10>({{kOnes, kOnes, kOnes, kOnes}}, ~uint64_t{0});
   REQUIRE(ones.word[0] == 0x408f276d && ones.word[1] == 0x41c83b0e);
   REQUIRE(ones.word[2] == 0xa20bc7c6 && ones.word[3] == 0x6d5451fd);
 }
@@ -67,21 +67,23 @@ void check_masking(const std::vector<int64_t>& lengths, const maelm::MaskingOpti
   REQUIRE(choice.tokens == total);
   const int64_t rows = choice.visible_tokens, masks = choice.masked_tokens;
   REQUIRE(masks >= 0 && masks <= total && rows <= total);
-  if (options.encoder_sees_mask) REQUIRE(rows == total);
+  if (options.shown == 1) REQUIRE(rows == total);
 
   auto visible_ids = exactly(rows), visible_positions = exactly(rows), source = exactly(total),
-       decoder_positions = exactly(total), masked_index = exactly(masks), labels = exactly(masks),
-       cu_seqlens = exactly(count + 1), decoder_cu_seqlens = exactly(count + 1), masked_cu_seqlens = exactly(count + 1);
+       decoder_positions = exactly(total), masked_index = exactly(masks), masked_positions = exactly(masks),
+       labels = exactly(masks), cu_seqlens = exactly(count + 1), decoder_cu_seqlens = exactly(count + 1),
+       masked_cu_seqlens = exactly(count + 1);
   maelm::compact(sequences, options, choice,
-                 {visible_ids.get(), visible_positions.get(), cu_seqlens.get(), source.get(), decoder_positions.get(),
-                  decoder_cu_seqlens.get(), masked_index.get(), masked_cu_seqlens.get(), labels.get()});
+                 {visible_ids.get(), source.get(), masked_index.get(), labels.get(), cu_seqlens.get(),
+                  visible_positions.get(), decoder_cu_seqlens.get(), decoder_positions.get(), masked_cu_seqlens.get(),
+                  masked_positions.get()});
   REQUIRE(cu_seqlens[count] == rows && decoder_cu_seqlens[count] == total && masked_cu_seqlens[count] == masks);
   int32_t row = 0;
   int64_t mask = 0;
   for (int64_t s = 0, n = 0; s < count; ++s) {
     REQUIRE(decoder_cu_seqlens[s] == n && cu_seqlens[s] == row && masked_cu_seqlens[s] == mask);
     REQUIRE(choice.masked[s] >= 0 && choice.masked[s] <= lengths[s]);
-    if (!options.encoder_sees_mask && options.policy == maelm::Policy::kMask) {
+    if (options.policy == maelm::Policy::kMask) {
       REQUIRE(lengths[s] - choice.visible[s] == choice.masked[s] - std::floor(options.shown * choice.masked[s] + 0.5));
     }
     for (int64_t p = 0; p < lengths[s]; ++p, ++n) {
@@ -89,9 +91,9 @@ void check_masking(const std::vector<int64_t>& lengths, const maelm::MaskingOpti
       const auto id = static_cast<int64_t>(ids[n]);
       const bool special = std::find(options.special.begin(), options.special.end(), id) != options.special.end();
       REQUIRE(decoder_positions[n] == p);
-      if (masked) REQUIRE(labels[mask] == id && (options.special_tokens || !special));
+      if (masked) REQUIRE(labels[mask] == id && masked_positions[mask] == p && (options.special_tokens || !special));
       if (source[n] == -1) {
-        REQUIRE(masked && !options.encoder_sees_mask && options.policy != maelm::Policy::kRandom);
+        REQUIRE(masked && options.shown < 1 && options.policy != maelm::Policy::kRandom);
       } else {
         REQUIRE(source[n] == row && visible_positions[row] == p);
         const int64_t read = visible_ids[row];
@@ -121,10 +123,11 @@ void check_masking() {
   for (const auto& lengths : shapes) {
     for (int flags = 0; flags < 24; ++flags) {
       const Policy policy = flags % 3 == 0 ? Policy::kMask : flags % 3 == 1 ? Policy::kBert : Policy::kRandom;
-      const double rate = rates[draw(0, 4)], shown = policy == Policy::kMask ? shares[draw(0, 4)] : 0;
-      const bool stochastic = flags / 3 & 1, special_tokens = flags / 3 & 2, encoder_sees_mask = flags / 3 & 4;
-      const maelm::MaskingOptions options{rate, stochastic, special_tokens, policy,      shown, encoder_sees_mask,
-                                          60,   59,         {0, 1, 2, 59},  generator()};
+      const bool stochastic = flags / 3 & 1, special_tokens = flags / 3 & 2, all_shown = flags / 3 & 4;
+      const double rate = rates[draw(0, 4)], share = policy == Policy::kMask ? shares[draw(0, 4)] : 0;
+      const double shown = all_shown || policy == Policy::kRandom ? 1 : share;
+      const maelm::MaskingOptions options{rate, stochastic, special_tokens, policy, shown, 60,
+                                          59,   {0, 1, 2, 59}, generator()};
       check_masking<uint16_t>(lengths, options);
       check_masking<uint32_t>(lengths, options);
       check_masking<int32_t>(lengths, options);
@@ -132,11 +135,11 @@ void check_masking() {
     }
   }
   // A special token that the token type cannot hold, and no special token at all.
-  check_masking<uint16_t>({500}, {0.3, false, false, Policy::kBert, 0, false, 60'000, 9, {9, 59'999}, 1});
-  check_masking<uint16_t>({500}, {0.3, false, false, Policy::kRandom, 0, false, 60, 9, {9, 65'536 + 9}, 1});
-  check_masking<int64_t>({500}, {0.3, true, false, Policy::kBert, 0, false, 60, 9, {}, 1});
+  check_masking<uint16_t>({500}, {0.3, false, false, Policy::kBert, 0, 60'000, 9, {9, 59'999}, 1});
+  check_masking<uint16_t>({500}, {0.3, false, false, Policy::kRandom, 1, 60, 9, {9, 65'536 + 9}, 1});
+  check_masking<int64_t>({500}, {0.3, true, false, Policy::kBert, 0, 60, 9, {}, 1});
   // Nothing but special tokens, none of which may be masked.
-  check_masking<uint16_t>({50}, {0.9, false, false, Policy::kMask, 0.5, false, 3, 2, {0, 1, 2}, 1});
+  check_masking<uint16_t>({50}, {0.9, false, false, Policy::kMask, 0.5, 3, 2, {0, 1, 2}, 1});
 }
 
 void check_bins(const std::vector<int64_t>& lengths, const int32_t* bins, int64_t opened, int64_t budget) {

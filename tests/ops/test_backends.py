@@ -19,8 +19,9 @@ from torch import Tensor
 from maelm_fast import native, ops, presets
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import BackendConfig
-from maelm_fast.data.masking import Vocabulary, pack
+from maelm_fast.data.masking import pack
 from maelm_fast.errors import UserError
+from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.ops import dispatch
 from tests.ops import test_attention_backends
@@ -48,7 +49,7 @@ def model_and_batch() -> tuple[MaeLm, PackedBatch]:
     model = MaeLm(run.model).to(DEVICE).train()
     rows = [np.random.default_rng(i).integers(4, 299, n) for i, n in enumerate([33, 1, 20])]
     vocabulary = Vocabulary(300, 299, (0, 1, 2, 3, 299))
-    batch = pack(rows, np.arange(3), np.zeros(3, int), run.masking, vocabulary, 0, model.encoder_sees_mask)
+    batch = pack(rows, np.arange(3), np.zeros(3, int), Masker(run.masking, vocabulary, 0, model.encoder_sees_mask))
     return model, batch.to(DEVICE)
 
 
@@ -103,7 +104,7 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch: pyte
     vocabulary = Vocabulary(300, 299, (0, 1, 2, 3, 299))
     with ops.backends(**kernels), torch.autocast(DEVICE, torch.bfloat16):
         masking = dataclasses.replace(config.masking, special_tokens=False, policy="bert")
-        batch = ops.mask_and_pack(ids, lengths, (0, 1), 0, masking, vocabulary, 0, False)
+        batch = ops.mask_and_pack(ids, lengths, (0, 1), 0, Masker(masking, vocabulary, 0, False))
         model(batch, dropout_seed=3)[0].backward()
     assert {op for op in kernels for name in launched if name.startswith(f"_{op}")} == set(kernels)
     assert [name for name, inside in launched.items() if not inside] == []

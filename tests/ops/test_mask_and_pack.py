@@ -15,8 +15,9 @@ from torch import Tensor
 
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import MaskingConfig
-from maelm_fast.data.masking import VALIDATION_EPOCH, Vocabulary, pack
+from maelm_fast.data.masking import pack
 from maelm_fast.errors import UserError
+from maelm_fast.masking import VALIDATION_EPOCH, Masker, Vocabulary
 from maelm_fast.ops.mask_and_pack import mask_and_pack
 from tests.batches import assert_same_batch
 from tests.ops.checks import DEVICE, opcheck, poisoned_memory
@@ -54,7 +55,7 @@ def by_loader(
     ids: Tensor, lengths: tuple[int, ...], samples: list[int], epochs: list[int], *rest: Any, seed: int, sees_mask: bool
 ) -> PackedBatch:
     rows = [row.numpy() for row in ids.cpu().split(list(lengths))]
-    return pack(rows, np.array(samples), np.array(epochs), *rest, seed, sees_mask)
+    return pack(rows, np.array(samples), np.array(epochs), Masker(*rest, seed, sees_mask))
 
 
 def assert_equal(actual: PackedBatch, expected: PackedBatch) -> None:
@@ -69,7 +70,7 @@ def check(backend: str, lengths: tuple[int, ...], masking: MaskingConfig, sees_m
     expected = by_loader(ids, lengths, samples, epochs, masking, VOCABULARY, seed=seed, sees_mask=sees_mask)
     with poisoned_memory():
         actual = mask_and_pack(
-            ids.to(DEVICE), lengths, samples, epochs, masking, VOCABULARY, seed, sees_mask, backend=backend
+            ids.to(DEVICE), lengths, samples, epochs, Masker(masking, VOCABULARY, seed, sees_mask), backend=backend
         )
     assert_equal(actual, expected)
 
@@ -108,10 +109,15 @@ def test_long_and_empty_sequences(backend: str, kind: dict[str, Any], lengths: t
 @pytest.mark.parametrize("masking", [MaskingConfig(), MaskingConfig(special_tokens=False, policy="bert")])
 def test_no_sequence(backend: str, masking: MaskingConfig) -> None:
     ids = torch.empty(0, dtype=torch.int32, device=DEVICE)
-    batch = mask_and_pack(ids, (), [], 0, masking, VOCABULARY, 0, False, backend=backend)
+    batch = mask_and_pack(ids, (), [], 0, Masker(masking, VOCABULARY, 0, False), backend=backend)
     assert batch.counts == (0, 0, 0)
-    assert batch.cu_seqlens.tolist() == batch.decoder_cu_seqlens.tolist() == batch.masked_cu_seqlens.tolist() == [0]
-    assert all(t.shape == (0,) for t in (batch.visible_ids, batch.source, batch.masked_index, batch.labels))
+    assert (
+        batch.visible.cu_seqlens.tolist()
+        == batch.decoder.cu_seqlens.tolist()
+        == batch.masked.cu_seqlens.tolist()
+        == [0]
+    )
+    assert all(t.shape == (0,) for t in (batch.ids, batch.source, batch.masked_index, batch.labels))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -122,7 +128,7 @@ def test_few_special_tokens(backend: str, vocabulary: Vocabulary) -> None:
     masking, lengths = MaskingConfig(rate=0.5, special_tokens=False, policy="bert"), (90, 33)
     ids = tokens(lengths)
     expected = by_loader(ids, lengths, [4, 5], [1, 1], masking, vocabulary, seed=6, sees_mask=False)
-    actual = mask_and_pack(ids.to(DEVICE), lengths, [4, 5], 1, masking, vocabulary, 6, False, backend=backend)
+    actual = mask_and_pack(ids.to(DEVICE), lengths, [4, 5], 1, Masker(masking, vocabulary, 6, False), backend=backend)
     assert_equal(actual, expected)
 
 
@@ -141,7 +147,7 @@ def test_forms_of_the_arguments(backend: str) -> None:
         (columns.int()[:, 1], range(8, 11), torch.tensor([2, 2, 2])),
     ):
         batch = mask_and_pack(
-            given_ids.to(DEVICE), list(lengths), samples, epochs, masking, VOCABULARY, 1, False, backend=backend
+            given_ids.to(DEVICE), list(lengths), samples, epochs, Masker(masking, VOCABULARY, 1, False), backend=backend
         )
         assert_equal(batch, expected)
 
@@ -184,7 +190,7 @@ def fwd_arguments(masking: MaskingConfig, sees_mask: bool) -> tuple[Any, ...]:
         patch.setattr(module, "mask_and_pack_triton_fwd", record)
         lengths = (33, 0, 20)
         ids = tokens(lengths).to(DEVICE)
-        mask_and_pack(ids, lengths, [1, 2, 3], 0, masking, VOCABULARY, 4, sees_mask, backend="triton")
+        mask_and_pack(ids, lengths, [1, 2, 3], 0, Masker(masking, VOCABULARY, 4, sees_mask), backend="triton")
     return seen[0]
 
 
@@ -211,7 +217,7 @@ def test_traces_in_one_graph(backend: str, sees_mask: bool, masking: MaskingConf
     lengths = (40, 7, 21)
 
     def whole(ids: Tensor, samples: Tensor) -> PackedBatch:
-        return mask_and_pack(ids, lengths, samples, 3, masking, VOCABULARY, 9, sees_mask, backend=backend)
+        return mask_and_pack(ids, lengths, samples, 3, Masker(masking, VOCABULARY, 9, sees_mask), backend=backend)
 
     ids, samples = tokens(lengths).to(DEVICE), torch.tensor([5, 6, 7])
     compiled = torch.compile(whole, fullgraph=True, backend="aot_eager")
@@ -229,7 +235,9 @@ def test_the_host_reads_back_at_most_once(
     monkeypatch.setattr(Tensor, "item", lambda self: pytest.fail("item()"))
     monkeypatch.setattr(Tensor, "nonzero", lambda self: pytest.fail("nonzero()"))
     lengths = (40, 7)
-    mask_and_pack(tokens(lengths).to(DEVICE), lengths, [1, 2], 0, masking, VOCABULARY, 9, sees_mask, backend=backend)
+    mask_and_pack(
+        tokens(lengths).to(DEVICE), lengths, [1, 2], 0, Masker(masking, VOCABULARY, 9, sees_mask), backend=backend
+    )
     depends = not masking.special_tokens or (masking.policy == "bert" and not sees_mask)
     assert reads == [(2, 2)] * depends
 
@@ -243,10 +251,10 @@ def test_the_host_does_not_wait(backend: str, kind: dict[str, Any]) -> None:
     ids = tokens(lengths).to(DEVICE)
     for count in ("fixed", "stochastic"):
         masking = MaskingConfig(count=count, **kind)  # type: ignore[arg-type]
-        mask_and_pack(ids, lengths, range(8), 0, masking, VOCABULARY, 9, False, backend=backend)
+        mask_and_pack(ids, lengths, range(8), 0, Masker(masking, VOCABULARY, 9, False), backend=backend)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            mask_and_pack(ids, lengths, range(8), 0, masking, VOCABULARY, 9, False, backend=backend)
+            mask_and_pack(ids, lengths, range(8), 0, Masker(masking, VOCABULARY, 9, False), backend=backend)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -255,8 +263,7 @@ def test_what_is_refused() -> None:
     ids = tokens((5, 6)).to(DEVICE)
 
     def call(ids: Tensor = ids, lengths: Any = (5, 6), samples: Any = (0, 1), epochs: Any = 0, **rest: Any) -> None:
-        arguments = {"masking": MaskingConfig(), "vocabulary": VOCABULARY, "seed": 0, "encoder_sees_mask": False} | rest
-        mask_and_pack(ids, lengths, samples, epochs, **arguments)
+        mask_and_pack(ids, lengths, samples, epochs, Masker(MaskingConfig(), VOCABULARY, 0, False), **rest)
 
     call()
     with pytest.raises(UserError, match="int32 or int64, not int16"):
@@ -274,9 +281,6 @@ def test_what_is_refused() -> None:
         call(samples=(0, 2**32))
     with pytest.raises(UserError, match="samples must be on the host"):
         call(samples=torch.empty(2, dtype=torch.int64, device="meta"))
-    for policy in ("bert", "random"):
-        with pytest.raises(UserError, match=f"policy {policy} draws .* every token of the vocabulary is special"):
-            call(masking=MaskingConfig(policy=policy), vocabulary=Vocabulary(3, 2, (0, 1, 2)))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="no backend 'host'"):
         call(backend="host")
     with pytest.raises(UserError, match="a sequence of 4097 tokens"):
@@ -290,4 +294,5 @@ def test_whatever_is_launched_is_among_the_variants() -> None:
     assert launched == listed
     listed = {tuple(v.constants.get(name) for name in ("POLICY", "READ")) for v in kernels.variants()} - {(None, None)}
     asked_for = itertools.product([MaskingConfig(**kind) for kind in KINDS], (False, True))
-    assert {(masking.policy, module._read(masking, sees_mask)) for masking, sees_mask in asked_for} == listed
+    maskers = [Masker(masking, VOCABULARY, 0, sees_mask) for masking, sees_mask in asked_for]
+    assert {(masker.masking.policy, module._read(masker)) for masker in maskers} == listed

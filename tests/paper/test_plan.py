@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from maelm_fast import presets
+from maelm_fast.analysis.inputs import encoder_inputs
 from maelm_fast.batch import PackedBatch
-from maelm_fast.data.masking import Vocabulary, pack
+from maelm_fast.data.masking import pack
 from maelm_fast.errors import UserError
+from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.paper import catalogue, scales
 from maelm_fast.paper.catalogue import EXPERIMENTS, Row
 from maelm_fast.paper.cost import cost, measured_rate, rate_for
 from maelm_fast.paper.plan import Plan, configured, make_plan, the_store_fits
 from maelm_fast.paper.results import pretraining_input
-from maelm_fast.training.inputs import encoder_inputs
 
 RUNS = {"fig1": 1, "fig3": 2, "fig4": 5, "fig5": 2, "fig6": 1, "table1": 2, "table2": 14, "table6": 2, "table7": 2}
 
@@ -146,12 +147,12 @@ def test_the_input_of_pretraining_is_what_training_feeds_the_encoder(row: Row) -
     rows = [np.random.default_rng(i).integers(1, 63, 20) for i in samples]
 
     def packed(sees_mask: bool) -> PackedBatch:
-        return pack(rows, samples, samples * 0, config.masking, vocabulary, 0, sees_mask)
+        return pack(rows, samples, samples * 0, Masker(config.masking, vocabulary, 0, sees_mask))
 
     trained = packed(sees_mask=config.model.decoder == "none")
     (measured,) = encoder_inputs(packed(sees_mask=True), vocabulary.mask_id, (name,))
-    assert measured.ids.tolist() == trained.visible_ids.tolist()
-    assert measured.layout.positions.tolist() == trained.visible_positions.tolist()
+    assert measured.ids.tolist() == trained.ids.tolist()
+    assert measured.layout.positions.tolist() == trained.visible.positions.tolist()
 
 
 def test_a_gpu_that_is_too_small_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

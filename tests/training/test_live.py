@@ -13,14 +13,15 @@ import torch
 from maelm_fast.config import MetricsConfig
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
+from maelm_fast.masking import Masker
 from maelm_fast.training.gram import GramMatrix, rank_at
-from maelm_fast.training.live import TOKENS_PER_DIMENSION, live_batches, live_metric, live_ranks
+from maelm_fast.training.live import TOKENS_PER_DIMENSION, live_batches, live_ranks
 from maelm_fast.training.rundir import LoadedRun, RunDir, load_run
 
 
 def batches_of(run: LoadedRun, path: Path) -> list:
-    config = run.config
-    return live_batches(TokenStore(path, "validation"), run.vocabulary, config.masking, config.seed, 8, run.model)
+    masker = Masker(run.config.masking, run.vocabulary, run.config.seed, run.model.encoder_sees_mask)
+    return live_batches(TokenStore(path, "validation"), masker, 8, run.config.model.hidden_size)
 
 
 @pytest.mark.parametrize("preset", ["tiny", "roberta_tiny"])
@@ -37,10 +38,10 @@ def test_ranks_are_those_of_the_rows_they_name(make_run: Callable[..., RunDir], 
     layers: list[list[torch.Tensor]] = [[], [], []]
     for batch in batches:
         found: list[torch.Tensor] = []
-        model.eval().encoder(batch.visible_ids, batch.visible, layers=found)
+        model.eval().encoder(batch.ids, batch.visible, layers=found)
         for kept, hidden in zip(layers, found, strict=True):
             kept.append(hidden.detach())
-    is_mask = torch.cat([batch.visible_ids for batch in batches]) == model.mask_id
+    is_mask = torch.cat([batch.ids for batch in batches]) == model.mask_id
     whole = [torch.cat(parts) for parts in layers]
 
     def rank(hidden: torch.Tensor) -> int:
@@ -56,14 +57,14 @@ def test_ranks_are_those_of_the_rows_they_name(make_run: Callable[..., RunDir], 
 
 def test_the_metric_follows_the_model(make_run: Callable[..., RunDir], store: Path) -> None:
     run = load_run(make_run().path)
-    validation = TokenStore(store, "validation")
-    metric = live_metric(run.config, run.model, validation, run.vocabulary, "cpu", contextlib.nullcontext)
-    before = metric()
-    assert metric() == before
+    batches = batches_of(run, store)
+    before = live_ranks(run.model, batches, "cpu", contextlib.nullcontext)
+    assert live_ranks(run.model, batches, "cpu", contextlib.nullcontext) == before
     with torch.no_grad():
         run.model.encoder.token_table[:] = run.model.encoder.token_table[:1].clone()
         run.model.encoder.position_table.zero_()
-    assert metric() == {**before, "rank_input": 1, "rank_middle": 1, "rank_last": 1}
+    after = live_ranks(run.model, batches, "cpu", contextlib.nullcontext)
+    assert after == {**before, "rank_input": 1, "rank_middle": 1, "rank_last": 1}
 
 
 @pytest.mark.parametrize(("kind", "least", "most"), [("store", 1.0, 1.07), ("document_store", 0.9, 1.1)])
@@ -77,7 +78,7 @@ def test_the_sample_has_enough_tokens_and_not_many_more(
     unmasked = sum(batch.counts.original - batch.counts.masked for batch in batches)
     wanted = TOKENS_PER_DIMENSION * 32
     assert least * wanted <= unmasked <= most * wanted
-    assert [b.visible_ids.tolist() for b in batches] == [b.visible_ids.tolist() for b in batches_of(run, path)]
+    assert [b.ids.tolist() for b in batches] == [b.ids.tolist() for b in batches_of(run, path)]
 
 
 def test_the_interval_is_checked() -> None:

@@ -21,14 +21,14 @@ from safetensors.torch import load_file
 
 from maelm_fast import presets
 from maelm_fast.config import BackendConfig, OptimConfig, RunConfig
-from maelm_fast.data.masking import VALIDATION_EPOCH, Vocabulary, pack
+from maelm_fast.data.masking import pack
 from maelm_fast.data.order import permutation, samples_at
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
+from maelm_fast.masking import VALIDATION_EPOCH, Masker, Vocabulary
 from maelm_fast.training import checkpoint, trainer
 from maelm_fast.training.initial import from_run, load_initial
 from maelm_fast.training.job import pretrain
-from maelm_fast.training.live import live_metric
 from maelm_fast.training.optim import build_optimizer, learning_rate
 from maelm_fast.training.rundir import RunDir, load_run
 from maelm_fast.training.trainer import Trainer
@@ -94,10 +94,10 @@ def test_validation_loss_is_the_mean_over_samples_drawn_from_the_whole_split(
     pretrain("tiny", asked, str(store), str(out))
     opened, run = TokenStore.open(store, "validation"), load_run(out)
     assert len(opened) > 20
-    loss, correct, masked = 0.0, 0, 0
+    masker, loss, correct, masked = Masker(asked.masking, run.vocabulary, SEED, False), 0.0, 0, 0
     for ids in np.split(permutation(np.arange(20), len(opened), SEED, VALIDATION_EPOCH), 4):
         epochs = np.full(5, VALIDATION_EPOCH)
-        batch = pack([opened[i] for i in ids.tolist()], ids, epochs, config().masking, run.vocabulary, SEED, False)
+        batch = pack([opened[i] for i in ids.tolist()], ids, epochs, masker)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             part, right = run.model(batch)
         loss, correct, masked = loss + float(part), correct + int(right), masked + batch.counts.masked
@@ -117,10 +117,10 @@ def test_a_run_is_a_plain_loop(store: Path, tmp_path: Path) -> None:
     samples, run, optim = TokenStore.open(store, "train"), load_run(tmp_path / "run"), asked.optim
     model = trainer.build_model(run.config, run.vocabulary)
     optimizer = torch.optim.AdamW(model.parameters(), betas=optim.betas, eps=optim.eps, weight_decay=0.3)
-    losses, accuracies = [], []
+    masker, losses, accuracies = Masker(asked.masking, run.vocabulary, SEED, False), [], []
     for step, share in enumerate((0, 1, 2 / 3, 1 / 3)):
         ids, epochs = samples_at(12 * step, 12, len(samples), SEED)
-        batch = pack([samples[i] for i in ids.tolist()], ids, epochs, asked.masking, run.vocabulary, SEED, False)
+        batch = pack([samples[i] for i in ids.tolist()], ids, epochs, masker)
         optimizer.param_groups[0]["lr"] = 1e-2 * share
         optimizer.zero_grad()
         total, correct = model(batch)
@@ -487,12 +487,14 @@ def test_nonfinite_updates_are_skipped_counted_and_end_the_run(
 
 def test_live_ranks_are_in_the_metrics_and_change_nothing_else(store: Path, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    pretrain("tiny", config(metrics={"rank_every": 3}), str(store), str(out), live_metric=live_metric)
+    pretrain("tiny", config(metrics={"rank_every": 3}), str(store), str(out))
+    pretrain("tiny", config(metrics={"rank_every": 0}), str(store), str(tmp_path / "never"))
     found = rows(out)
     ranks = [row for row in found if row["kind"] == "rank"]
     assert [row["step"] for row in ranks] == [3, 6, 8]
     assert all(1 <= row["rank_last"] <= 32 for row in ranks)
-    assert [row for row in found if row["kind"] != "rank"] == rows(whole)
+    assert ranks[-1:] == [row for row in rows(whole) if row["kind"] == "rank"]  # by default the last too
+    assert [row for row in found if row["kind"] != "rank"] == rows(tmp_path / "never")
 
 
 def test_early_stop(store: Path, tmp_path: Path) -> None:

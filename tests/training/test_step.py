@@ -16,8 +16,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from maelm_fast import ops, presets
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import MaskingConfig, RunConfig
-from maelm_fast.data.masking import Vocabulary, pack
+from maelm_fast.data.masking import pack
 from maelm_fast.errors import UserError
+from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training.optim import build_optimizer
 from maelm_fast.training.step import GraphedStep, Numbers, Readback, TrainStep, check_recordable
@@ -36,7 +37,7 @@ def batch_of(number: int, lengths: tuple[int, ...] = (64,) * 4, sees_mask: bool 
     random = np.random.default_rng(number)
     rows = [random.integers(4, 1023, n) for n in lengths]
     samples = np.arange(len(rows)) + 100 * number
-    return pack(rows, samples, np.zeros_like(samples), MaskingConfig(), VOCABULARY, 0, sees_mask)
+    return pack(rows, samples, np.zeros_like(samples), Masker(MaskingConfig(), VOCABULARY, 0, sees_mask))
 
 
 def train_step(clip_norm: float = 0.5) -> TrainStep:
@@ -184,7 +185,7 @@ def test_a_recorded_update_is_the_same_update() -> None:
     ],
 )
 def test_what_can_be_recorded(masking: dict[str, Any], sees_mask: bool, lengths: list[int], need: str | None) -> None:
-    arguments = MaskingConfig(**masking), sees_mask, lengths
+    arguments = Masker(MaskingConfig(**masking), VOCABULARY, 0, sees_mask), lengths
     with pytest.raises(UserError, match="needs a GPU"):
         check_recordable(torch.device("cpu"), *arguments)
     if need is None:

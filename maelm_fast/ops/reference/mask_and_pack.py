@@ -1,7 +1,8 @@
-"""Plain PyTorch reference of masking and packing on the device, and what its backends share: counts, keys, checks.
+"""Plain PyTorch reference of masking and packing, and what the op's backends share: counts, keys, checks. The loader
+masks with it too where its C++ was not built.
 
-It works on a padded (S, L) rectangle. Nothing is selected by a boolean mask, whose size the host would have to read
-back: values are scattered to the rows they get, and those that get none share a slot behind the end, which is cut off.
+It draws on a padded (S, L) rectangle. Nothing is selected by a boolean mask whose size the host would have to read
+back: the lengths say every size, but for those that depend on the tokens or on the policy's words.
 
 Shapes: S sequences, L the longest of them, N tokens in all, T of them in the encoder's row, M masked.
 """
@@ -10,111 +11,83 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from maelm_fast.batch import PackedBatch, cumulative
-from maelm_fast.config import MaskingConfig, require
-from maelm_fast.ops.reference.philox import LOW, philox
-from maelm_fast.philox import ROUNDS, Stream, philox4x32
+from maelm_fast.batch import Layout, PackedBatch, cumulative, pack_tokens
+from maelm_fast.config import require
+from maelm_fast.masking import Masker
+from maelm_fast.philox import LOW, Stream, philox, position_words
 
-NEVER = 1 << 32  # larger than any word: a position that cannot be masked
-MASK_BELOW, RANDOM_BELOW = (
-    math.ceil(0.8 * 2**32),
-    math.ceil(0.9 * 2**32),
-)  # words: 80% [MASK], 10% random, 10% as it was
+NEVER = 2**63 - 1  # larger than any word and position: one that cannot be masked
+# Words of the BERT policy: 80% [MASK], 10% random, 10% as it was.
+MASK_BELOW, RANDOM_BELOW = math.ceil(0.8 * 2**32), math.ceil(0.9 * 2**32)
 
 Keys = Tensor | Sequence[int] | int
+Number = TypeVar("Number", float, Tensor)
 
 
-class Vocabulary(Protocol):
-    """What masking has to know of a tokenizer; maelm_fast.data.masking.Vocabulary is one."""
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def mask_id(self) -> int: ...
-    @property
-    def special(self) -> Sequence[int]: ...
-
-
-def mask_and_pack(
-    ids: Tensor,
-    lengths: Sequence[int],
-    samples: Keys,
-    epochs: Keys,
-    masking: MaskingConfig,
-    vocabulary: Vocabulary,
-    seed: int,
-    encoder_sees_mask: bool,
-) -> PackedBatch:
-    """data.masking.pack(ids.split(lengths), samples, epochs, masking, vocabulary, seed, encoder_sees_mask), on ids'
-    device. ids: (N,) int32 or int64. See maelm_fast.ops.mask_and_pack for the rest."""
+def mask_and_pack(ids: Tensor, lengths: Sequence[int], samples: Keys, epochs: Keys, masker: Masker) -> PackedBatch:
+    """data.masking.pack(ids.split(lengths), samples, epochs, masker), on ids' device. ids: (N,) int32 or int64. See
+    maelm_fast.ops.mask_and_pack for the rest."""
     lengths = check_lengths(ids, lengths)
     samples, epochs = keys(samples, len(lengths), "samples"), keys(epochs, len(lengths), "epochs")
-    special = special_ids(vocabulary, masking)
-    addends = count_addends(samples, epochs, masking, seed)
-    longest = max(lengths, default=0)
+    masking, device, longest = masker.masking, ids.device, max(lengths, default=1) or 1
+    addends = count_addends(samples, epochs, masker)
 
-    device = ids.device
+    length_of = torch.tensor(lengths, dtype=torch.int64).to(device, non_blocking=True)
     position = torch.arange(longest, device=device)
-    length_of = _sent(torch.tensor(lengths, dtype=torch.int64), device)
-    start_of = length_of.cumsum(0) - length_of
     valid = position < length_of[:, None]  # (S, L)
-    place = (start_of[:, None] + position).clamp(max=max(ids.shape[0] - 1, 0))
-    tokens = ids[place].long() * valid
-    key = (_sent(samples, device)[:, None], _sent(epochs, device)[:, None])
+    inside = torch.nonzero_static(valid.flatten(), size=len(ids)).squeeze(1)  # (N,) places in the rectangle
+    sample, epoch = (values.to(device, non_blocking=True)[:, None] for values in (samples, epochs))
+
+    def words(stream: Stream) -> Tensor:
+        return position_words(longest, sample, epoch, stream, masker.seed)
+
+    def rectangle(flags: Tensor) -> Tensor:
+        """(N,) bool to (S, L), False in the padding."""
+        return torch.zeros_like(valid).flatten().index_copy(0, inside, flags).view_as(valid)
 
     maskable = valid
     if not masking.special_tokens:
-        maskable = valid & ~torch.isin(tokens, _sent(torch.tensor(special, dtype=torch.int64), device))
-    number = device_counts(maskable.sum(1), _sent(torch.tensor(addends, dtype=torch.float64), device), masking.rate)
-    words = position_words(longest, key, Stream.MASK, seed).where(maskable, NEVER)
-    order = words.argsort(dim=1, stable=True)
-    rank = order.argsort(dim=1)
-    masked = rank < number[:, None]
-    shown = rank < device_counts(number, 0.5, masking.shown)[:, None]
+        special = torch.tensor(masker.special, dtype=ids.dtype).to(device, non_blocking=True)
+        maskable = rectangle(~torch.isin(ids, special))
+    addend = torch.tensor(addends, dtype=torch.float64).to(device, non_blocking=True)
+    number = share_of(maskable.sum(1).double(), masking.rate, addend)
+    ordered = (words(Stream.MASK) << 31 | position).where(maskable, NEVER)
+    smallest = ordered.topk(int(share_of(longest, masking.rate, 1.0)), dim=1, largest=False).values  # number and more
 
-    read, becomes_mask = tokens, masked
+    def among_smallest(number: Tensor) -> Tensor:
+        """(N,) bool. number: (S,) float64, how many in each sequence."""
+        last = smallest.gather(1, (number.long() - 1).clamp(min=0)[:, None])
+        return ((ordered <= last) & (number > 0)[:, None]).flatten()[inside]
+
+    masked, shown = among_smallest(number), among_smallest(share_of(number, masker.shown, 0.5))
+
+    read, becomes_mask = ids, masked
     if masking.policy != "mask":
-        pick = position_words(longest, key, Stream.REPLACEMENT, seed) * (vocabulary.size - len(special)) >> 32
-        for token in special:  # ascending: the pick-th token that is not special
+        pick = words(Stream.REPLACEMENT).flatten()[inside] * (masker.vocabulary.size - len(masker.special)) >> 32
+        for token in masker.special:  # ascending: the pick-th token that is not special
             pick = pick + (pick >= token)
         random, becomes_mask = masked, torch.zeros_like(masked)
         if masking.policy == "bert":
-            draw = position_words(longest, key, Stream.POLICY, seed)
+            draw = words(Stream.POLICY).flatten()[inside]
             random = masked & (draw >= MASK_BELOW) & (draw < RANDOM_BELOW)
             becomes_mask = masked & (draw < MASK_BELOW)
-        read = pick.where(random, tokens)
-    read = read.masked_fill(becomes_mask, vocabulary.mask_id)
-    in_encoder = valid if encoder_sees_mask else valid & ~(becomes_mask & ~shown)
+        read = torch.where(random, pick, ids)
+    read = read.masked_fill(becomes_mask, masker.vocabulary.mask_id)
+    removed = becomes_mask & ~shown
 
-    if counts_depend_on_device(masking, encoder_sees_mask):
-        masks, removed = torch.stack((masked.sum(1), (valid & ~in_encoder).sum(1))).tolist()
+    if masker.sizes_follow_from_lengths:
+        masks, gone = counts_from_lengths(lengths, addends, masker)
     else:
-        masks = [count_of(length, addend, masking.rate) for length, addend in zip(lengths, addends, strict=True)]
-        removed = [removed_of(count, masking, encoder_sees_mask) for count in masks]
-    visible = [length - gone for length, gone in zip(lengths, removed, strict=True)]
-    rows = in_encoder.flatten().cumsum(0).view_as(tokens) - 1
-    slots = valid.flatten().cumsum(0).view_as(tokens) - 1
-    positions = position.expand_as(tokens)
-    return PackedBatch(
-        visible_ids=_compact(read, in_encoder, sum(visible)),
-        visible_positions=_compact(positions, in_encoder, sum(visible)),
-        cu_seqlens=_sent(cumulative(visible), device),
-        source=_compact(rows.where(in_encoder, -1), valid, sum(lengths)),
-        decoder_positions=_compact(positions, valid, sum(lengths)),
-        decoder_cu_seqlens=_sent(cumulative(lengths), device),
-        masked_index=_compact(slots, masked, sum(masks)),
-        masked_cu_seqlens=_sent(cumulative(masks), device),
-        labels=_compact(tokens, masked, sum(masks)),
-        lengths=tuple(visible),
-        decoder_lengths=lengths,
-        masked_lengths=tuple(masks),
-    )
+        masks, gone = torch.stack((number.long(), rectangle(removed).sum(1))).tolist()
+    visible = [length - less for length, less in zip(lengths, gone, strict=True)]
+    boundaries = cumulative(lengths).to(device, non_blocking=True)
+    decoder = Layout(boundaries, (inside % longest).int(), lengths)
+    return pack_tokens(ids, read, decoder, masked, ~removed, visible, masks)
 
 
 def check_lengths(ids: Tensor, lengths: Sequence[int]) -> tuple[int, ...]:
@@ -141,64 +114,31 @@ def keys(values: Any, count: int, name: str) -> Tensor:
     return given.expand(count)
 
 
-def special_ids(vocabulary: Vocabulary, masking: MaskingConfig) -> list[int]:
-    """The special tokens, ascending, each once. Raises UserError if the policy draws random tokens and no other is
-    left."""
-    special = sorted({token for token in vocabulary.special if 0 <= token < vocabulary.size})
-    require(
-        masking.policy == "mask" or len(special) < vocabulary.size,
-        f"masking.policy {masking.policy} draws random tokens, but every token of the vocabulary is special",
-    )
-    return special
-
-
-def counts_depend_on_device(masking: MaskingConfig, encoder_sees_mask: bool) -> bool:
-    """Whether the sizes of the batch follow from the ids or from the policy's words, not from the lengths alone."""
-    return not masking.special_tokens or (masking.policy == "bert" and not encoder_sees_mask)
-
-
-def count_addends(samples: Tensor, epochs: Tensor, masking: MaskingConfig, seed: int) -> list[float]:
+def count_addends(samples: Tensor, epochs: Tensor, masker: Masker) -> list[float]:
     """u of floor(rate * n + u), one a sequence: 1/2, or uniform in [0, 1) with stochastic counts."""
-    if masking.count == "fixed":
+    if masker.masking.count == "fixed":
         return [0.5] * samples.shape[0]
-    zero = np.zeros(samples.shape[0], dtype=np.uint64)
-    counter = (zero, samples.numpy().astype(np.uint64), epochs.numpy().astype(np.uint64), Stream.ROUNDING)
-    addends: list[float] = (philox4x32(counter, seed)[0].astype(np.float64) / 2.0**32).tolist()
+    words = philox((0, samples, epochs, int(Stream.ROUNDING)), masker.seed)[:, 0]
+    addends: list[float] = (words.numpy() / 2.0**32).tolist()
     return addends
 
 
-def count_of(maskable: int, addend: float, rate: float) -> int:
-    """Tokens to mask of `maskable`; never more, whatever the rounding of a rate next to 1."""
-    return min(math.floor(rate * maskable + addend), maskable)
+def share_of(total: Number, share: float, addend: Number | float) -> Number:
+    """floor(share * total + addend), of numbers and of float64 tensors alike; never more than total, whatever the
+    rounding of a share next to 1. The product is rounded before the sum, on a device too: its implementations agree."""
+    count = (share * total + addend) // 1
+    return count - (count > total) * 1.0
 
 
-def removed_of(masked: int, masking: MaskingConfig, encoder_sees_mask: bool) -> int:
-    """Of so many masked tokens, those that the encoder's row lacks; not with the BERT policy, whose draw says it."""
-    if encoder_sees_mask or masking.policy == "random":
-        return 0
-    return masked - count_of(masked, 0.5, masking.shown)
+def counts_from_lengths(
+    lengths: Sequence[int], addends: Sequence[float], masker: Masker
+) -> tuple[list[int], list[int]]:
+    """Of each sequence, how many tokens are masked and how many the encoder's row lacks, where the lengths say it."""
+    rate = masker.masking.rate
+    masks = [int(share_of(length, rate, addend)) for length, addend in zip(lengths, addends, strict=True)]
+    return masks, removed_of(masks, masker)
 
 
-def device_counts(maskable: Tensor, addends: Tensor | float, rate: float) -> Tensor:
-    """count_of() on the device. Two operations, so that the product is rounded before the sum, as on the host."""
-    product = maskable.double() * rate
-    return torch.minimum((product + addends).floor().to(maskable.dtype), maskable)
-
-
-def position_words(length: int, key: tuple[Tensor, Tensor], stream: Stream, seed: int) -> Tensor:
-    """(S, length) int64, a 32-bit word per position: word p is word p % 4 of block p // 4. key: samples and epochs,
-    both (S, 1)."""
-    sample, epoch = key
-    block = torch.arange(-(-length // 4), device=sample.device).expand(sample.shape[0], -1)
-    counter = (block, sample.expand_as(block), epoch.expand_as(block), torch.full_like(block, int(stream)))
-    return philox(counter, seed, ROUNDS).flatten(1)[:, :length]
-
-
-def _compact(values: Tensor, keep: Tensor, total: int) -> Tensor:
-    """values[keep] as int32, for a `keep` that is known to hold `total` places."""
-    slot = (keep.flatten().cumsum(0) - 1).where(keep.flatten(), total)
-    return values.new_empty(total + 1).scatter_(0, slot, values.flatten())[:total].int()
-
-
-def _sent(values: Tensor, device: torch.device) -> Tensor:
-    return values.to(device, non_blocking=True)
+def removed_of(masks: Sequence[int], masker: Masker) -> list[int]:
+    """Of so many masked tokens, those that the encoder's row lacks, unless the policy's words say it."""
+    return [count - int(share_of(count, masker.shown, 0.5)) for count in masks]

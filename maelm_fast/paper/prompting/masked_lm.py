@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from maelm_fast.analysis.huggingface import longest_input, quiet
-from maelm_fast.batch import PackedBatch
+from maelm_fast.batch import PackedBatch, pack_tokens
 from maelm_fast.config import ModelConfig, require
 from maelm_fast.errors import UserError
 from maelm_fast.export.from_huggingface import read_checkpoint
@@ -90,37 +90,12 @@ class PackedMaskedLm(MaskedLm):
 def packed_prompts(batch: TokenBatch, mask_id: int, encoder_sees_mask: bool) -> PackedBatch:
     """Prompts, each with one [MASK], as data.masking.pack_masked packs them, but where the batch is: with one in each,
     every length is known to the host."""
-    ids, layout = batch.ids, batch.layout
-    count = len(layout.lengths)
+    ids, lengths = batch.ids, batch.layout.lengths
     masked = ids == mask_id
-    order = torch.argsort(masked.int(), stable=True)  # the visible rows first, then the masked ones
-    ones = torch.arange(count + 1, dtype=torch.int32, device=ids.device)
-    masked_index = order[layout.num_tokens - count :]
-    if encoder_sees_mask:
-        visible, cu_seqlens, lengths = (
-            torch.arange(layout.num_tokens, device=ids.device),
-            layout.cu_seqlens,
-            layout.lengths,
-        )
-        source = visible.int()
-    else:
-        visible, cu_seqlens = order[: layout.num_tokens - count], layout.cu_seqlens - ones
-        lengths = tuple(n - 1 for n in layout.lengths)
-        source = torch.where(masked, -1, (~masked).cumsum(0) - 1).int()
-    return PackedBatch(
-        visible_ids=ids[visible],
-        visible_positions=layout.positions[visible],
-        cu_seqlens=cu_seqlens,
-        source=source,
-        decoder_positions=layout.positions,
-        decoder_cu_seqlens=layout.cu_seqlens,
-        masked_index=masked_index.int(),
-        masked_cu_seqlens=ones,
-        labels=ids[masked_index],
-        lengths=lengths,
-        decoder_lengths=layout.lengths,
-        masked_lengths=(1,) * count,
-    )
+    in_encoder, visible = torch.ones_like(masked), lengths
+    if not encoder_sees_mask:
+        in_encoder, visible = ~masked, tuple(n - 1 for n in lengths)
+    return pack_tokens(ids, ids, batch.layout, masked, in_encoder, visible, (1,) * len(lengths))
 
 
 class TransformersMaskedLm(MaskedLm):

@@ -16,12 +16,11 @@ Shapes: T tokens in a packed row, S sequences of at most L tokens, d dimensions.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from maelm_fast.batch import Layout, PackedBatch, layout_of
 from maelm_fast.config import require
@@ -68,9 +67,9 @@ class Input(NamedTuple):
 
 def encoder_inputs(batch: PackedBatch, mask_id: int, names: Sequence[str] = INPUTS) -> list[Input]:
     """The passes for one batch with [MASK] in the encoder's row that the named inputs need."""
-    if batch.lengths != batch.decoder_lengths:
+    if batch.visible.lengths != batch.decoder.lengths:
         raise UserError("effective ranks need batches packed with encoder_sees_mask=True, whatever the model")
-    shown, layout = batch.visible_ids, batch.visible
+    shown, layout = batch.ids, batch.visible
     is_mask = shown == mask_id
     passes = []
     rows = {"with_mask": None, "mask_positions": is_mask, "real_positions": ~is_mask}
@@ -80,7 +79,7 @@ def encoder_inputs(batch: PackedBatch, mask_id: int, names: Sequence[str] = INPU
         original = shown.index_copy(0, batch.masked_index.long(), batch.labels)
         passes.append(Input(original, layout, {"without_mask": None}))
     if "visible" in names:
-        kept = [int((~part).sum()) for part in is_mask.split(batch.lengths)]
+        kept = [int((~part).sum()) for part in is_mask.split(layout.lengths)]
         visible = layout_of(kept, layout.positions[~is_mask]).to(shown.device)
         passes.append(Input(shown[~is_mask], visible, {"visible": None}))
     return passes
@@ -102,14 +101,3 @@ def gram_matrices(
                     gram.add(hidden if rows is None else hidden[rows])
     require(bool(grams), "there is no text to measure: not one sequence")
     return {name: grams[name] for name in names}
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off; afterwards the model is in the mode it was in."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
