@@ -3,9 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+RESULTS ?= benchmarks/results
 SOURCES := $(wildcard csrc/*/*)
 
-.PHONY: help setup demo test lint types budget unit test-slow gpu gpu-list bench bench-save bench-compare report clean
+.PHONY: help setup demo test lint types budget unit test-slow gpu gpu-gate gpu-headline gpu-attention gpu-rest gpu-list bench bench-save bench-compare report clean
 
 help:
 	@echo "make demo       pretrain a small encoder on text found on this machine, and look at it (a few minutes)"
@@ -13,8 +14,8 @@ help:
 	@echo "make lint | types | budget | unit | test-slow | bench | clean"
 	@echo "make report     the tables of the READMEs, written from benchmarks/results/"
 	@echo "make bench-save | bench-compare   the ops and the host code now, and against what was saved"
-	@echo "make gpu        the extension built in place, GPU tests and benchmarks, with the Python in PYTHON and nothing installed"
-	@echo "make gpu-list   what make gpu would run, with every case of the attention benchmark"
+	@echo "make gpu        GPU tests and benchmarks with the Python in PYTHON and nothing installed, rows into RESULTS; its parts"
+	@echo "                are gpu-gate | gpu-headline | gpu-attention | gpu-rest; make gpu-list says what they run"
 
 setup: $(STAMP)
 
@@ -61,23 +62,12 @@ bench-save: setup
 bench-compare: setup
 	$(BIN)/python -m pytest benchmarks/bench_ops.py --benchmark-compare --benchmark-compare-fail=median:10%
 
-# Most of the GPU tests' time is the compilation of kernels: side by side where pytest-xdist is there.
-XDIST = $(shell $(PYTHON) -c 'import importlib.util as u; print("-n 8 --dist=worksteal" if u.find_spec("xdist") else "")')
-
-# The machine's own packages, whatever they are: what is missing is skipped with its name.
-gpu:
-	TORCH_CUDA_ARCH_LIST=$$($(PYTHON) -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())') \
-		MAELM_BUILD_EXT=auto $(PYTHON) setup.py --quiet build_ext --inplace
-	PYTHONPATH=. $(PYTHON) -m pytest -rs -m "not slow" $(XDIST) tests/test_gpu.py tests/ops
-	PYTHONPATH=. $(PYTHON) -m benchmarks.ops --device cuda --dtype bf16 --sequences 256 --out benchmarks/results/ops_cuda.jsonl
-	PYTHONPATH=. $(PYTHON) -m benchmarks.attention --device cuda --out benchmarks/results/attention_cuda.jsonl
-	PYTHONPATH=. $(PYTHON) -m benchmarks.ceilings --device cuda --batch 256 --out benchmarks/results/ceilings_cuda.jsonl
-	PYTHONPATH=. $(PYTHON) -m benchmarks.train_step --device cuda --batch 64 --rounds 3 --out benchmarks/results/train_step_cuda.jsonl
+# The machine's own packages, whatever they are: what is missing is skipped with its name. make gpu RESULTS=FOLDER
+gpu gpu-gate gpu-headline gpu-attention gpu-rest:
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu $(filter-out gpu,$(@:gpu-%=%)) --results $(RESULTS)
 
 gpu-list:
-	@$(MAKE) --no-print-directory --dry-run gpu
-	@PYTHONPATH=. $(PYTHON) -m benchmarks.attention --device cuda --list
-	@PYTHONPATH=. $(PYTHON) -m benchmarks.train_step --device cuda --batch 64 --list
+	@PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --list --results $(RESULTS)
 
 clean:
 	rm -rf .venv build dist *.egg-info demo-run maelm_fast/*.so

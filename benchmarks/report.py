@@ -52,7 +52,11 @@ LABELS = {
     "base": "`base` (MAE-LM)",
     "base_cross": "`base_cross` (MAE-LM, cross-attention decoder)",
     "roberta_base": "`roberta_base` (same blocks, [MASK] in the encoder)",
+    "base_accumulated": "`base`, an update of 8 micro-batches",
+    "base_graph": "`base`, an update as one CUDA graph",
     "hf": "Hugging Face `RobertaForMaskedLM`",
+    "hf_eager": "Hugging Face `RobertaForMaskedLM`, eager attention",
+    "hf_flash": "Hugging Face `RobertaForMaskedLM`, flash attention",
     "modernbert": "Hugging Face `ModernBertForMaskedLM`",
     "padded": "MAE-LM padded, bias written out",
 }
@@ -61,7 +65,7 @@ TRAINERS = {
     "hf": "Hugging Face Trainer, batches padded to their longest",
     "hf_grouped": "Hugging Face Trainer, batches of like length",
 }
-PEERS = ("hf", "modernbert", "padded")
+PEERS = ("hf", "hf_eager", "hf_flash", "modernbert", "padded")
 OVER = ("hf", "hf_compiled", "padded", "roberta_base")  # whom the tables compare with
 REGIONS = {
     "README.md": ("headline",),
@@ -267,16 +271,20 @@ def attention_tables(rows: Sequence[Row]) -> Iterator[Table]:
                 judge = device.startswith(GPU) and case == "kept" and bias and contestant == "ours" and row
                 cells.append([
                     f"{case}, {tokens:,} tokens, {dtype}", f"{'bias' if bias else 'no bias'}, dropout {dropout:g}",
-                    contestant, *(spread(ms.get(phase)) for phase in ("fwd", "bwd", "fwd+bwd")),
+                    contestant, *(spread(ms.get(phase)) for phase in ("fwd", "bwd", "fwd+bwd", "once")),
                     f"{row['tflop_per_s']['median']:.3g}" if row else "-", spread(row["ratio"] if row else None),
                     attention_goals(both) if judge else "",
                 ])  # fmt: skip
         yardstick = next((row["yardstick"] for row in on_device if row["yardstick"]), "the yardstick")
-        header = ["case", "setting", "contestant", "fwd ms", "bwd ms", "fwd+bwd ms", "TFLOP/s", f"times {yardstick}",
-                  "goal"]  # fmt: skip
+        header = ["case", "setting", "contestant", "fwd ms", "bwd ms", "fwd+bwd ms", "once a step ms", "TFLOP/s",
+                  f"times {yardstick}", "goal"]  # fmt: skip
         notes = [f"{machines(on_device)}, {'; '.join(sorted({run(row) for row in on_device}))}; TFLOP/s and ratio of "
                  f"forward and backward together; median [quartiles]; `python -m benchmarks.attention --device "
                  f"{'cuda' if device.startswith(GPU) else 'cpu'}`."]  # fmt: skip
+        longest = {row["contestant"]: row["kernel"] for row in on_device if row.get("kernel")}
+        notes += [f"Most of the time: {', '.join(f'{who}: `{kernel}`' for who, kernel in longest.items())}."] * bool(
+            longest
+        )
         yield Table(f"Attention, {device}", header, cells, notes)
 
 

@@ -133,9 +133,15 @@ def _add_norm_bwd_kernel(
 
 
 def add_norm_fwd(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, dropout_p: float, seed: Tensor | None,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    dropout_p: float,
+    seed: Tensor | None,
     place: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """(out, mean, rstd): out (T, d) in x's dtype, the row statistics (T,) fp32."""
     x, residual, weight, bias = by_rows(x), by_rows(residual), weight.contiguous(), bias.contiguous()
     rows, width = x.shape
@@ -147,16 +153,38 @@ def add_norm_fwd(
     threshold, scale = dropout_numbers(dropout_p)
     with torch.cuda.device_of(x):
         _add_norm_fwd_kernel[(triton.cdiv(rows, constants["ROWS"]),)](
-            x, residual, weight, bias, seed if dropout_p > 0 else None, out, mean, rstd,
-            rows, x.stride(0), residual.stride(0), place, threshold, scale, eps, **constants, **options,
-        )  # fmt: skip
+            x,
+            residual,
+            weight,
+            bias,
+            seed if dropout_p > 0 else None,
+            out,
+            mean,
+            rstd,
+            rows,
+            x.stride(0),
+            residual.stride(0),
+            place,
+            threshold,
+            scale,
+            eps,
+            **constants,
+            **options,
+        )
     return out, mean, rstd
 
 
 def add_norm_bwd(
-    grad_out: Tensor, x: Tensor, residual: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, dropout_p: float,
-    seed: Tensor | None, place: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_out: Tensor,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    dropout_p: float,
+    seed: Tensor | None,
+    place: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(grad_x, grad_residual, grad_weight, grad_bias). Without dropout grad_x is the residual's gradient too, and
     grad_residual has no elements. The parameters' gradients have weight's dtype."""
     grad_out, x, residual, weight = by_rows(grad_out), by_rows(x), by_rows(residual), weight.contiguous()
@@ -169,11 +197,26 @@ def add_norm_bwd(
     threshold, scale = dropout_numbers(dropout_p)
     with torch.cuda.device_of(x):
         _add_norm_bwd_kernel[(programs,)](
-            grad_out, x, residual, weight, mean, rstd, seed if dropout_p > 0 else None, grad_x,
-            grad_residual if dropout_p > 0 else None, partials,
-            rows, grad_out.stride(0), x.stride(0), residual.stride(0), place, threshold, scale,
-            **constants, **options,
-        )  # fmt: skip
+            grad_out,
+            x,
+            residual,
+            weight,
+            mean,
+            rstd,
+            seed if dropout_p > 0 else None,
+            grad_x,
+            grad_residual if dropout_p > 0 else None,
+            partials,
+            rows,
+            grad_out.stride(0),
+            x.stride(0),
+            residual.stride(0),
+            place,
+            threshold,
+            scale,
+            **constants,
+            **options,
+        )
         grad_weight, grad_bias = sum_partials(partials, weight.dtype)
     return grad_x, grad_residual, grad_weight, grad_bias
 

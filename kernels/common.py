@@ -164,9 +164,14 @@ def row_launch(direction: str, width: int, dropout: bool) -> tuple[dict[str, Any
 
 
 def row_variant(
-    label: str, kernel: Any, pointers: dict[str, str], strides: list[str], scalars: dict[str, str],
-    constants: dict[str, Any], options: dict[str, int],
-) -> Variant:  # fmt: skip
+    label: str,
+    kernel: Any,
+    pointers: dict[str, str],
+    strides: list[str],
+    scalars: dict[str, str],
+    constants: dict[str, Any],
+    options: dict[str, int],
+) -> Variant:
     """The variant of a kernel on whole rows, launched with row_launch's constants and options; contiguous rows.
     Pointers and scalars by name, without the asterisk."""
     signature = {name: f"*{kind}" for name, kind in pointers.items()} | scalars

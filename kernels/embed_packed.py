@@ -211,9 +211,18 @@ def _joined_runs_kernel(
 
 
 def embed_packed_fwd(
-    ids: Tensor, positions: Tensor, token_table: Tensor, position_table: Tensor, weight: Tensor, bias: Tensor,
-    eps: float, dropout_p: float, seed: Tensor | None, place: int, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ids: Tensor,
+    positions: Tensor,
+    token_table: Tensor,
+    position_table: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    place: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
     """(out, mean, rstd): out (T, d) of `dtype`, the row statistics (T,) fp32."""
     ids, positions, weight, bias = (t.contiguous() for t in (ids, positions, weight, bias))
     token_table, position_table = by_rows(token_table), by_rows(position_table)
@@ -226,17 +235,43 @@ def embed_packed_fwd(
     threshold, scale = dropout_numbers(dropout_p)
     with torch.cuda.device_of(ids):
         _embed_packed_fwd_kernel[(triton.cdiv(rows, constants["ROWS"]),)](
-            ids, positions, token_table, position_table, weight, bias, seed if dropout_p > 0 else None, out, mean, rstd,
-            rows, token_table.stride(0), position_table.stride(0), place, threshold, scale, eps,
-            **constants, **options,
-        )  # fmt: skip
+            ids,
+            positions,
+            token_table,
+            position_table,
+            weight,
+            bias,
+            seed if dropout_p > 0 else None,
+            out,
+            mean,
+            rstd,
+            rows,
+            token_table.stride(0),
+            position_table.stride(0),
+            place,
+            threshold,
+            scale,
+            eps,
+            **constants,
+            **options,
+        )
     return out, mean, rstd
 
 
 def embed_packed_bwd(
-    grad_out: Tensor, ids: Tensor, positions: Tensor, token_table: Tensor, position_table: Tensor, weight: Tensor,
-    mean: Tensor, rstd: Tensor, dropout_p: float, seed: Tensor | None, place: int, deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_out: Tensor,
+    ids: Tensor,
+    positions: Tensor,
+    token_table: Tensor,
+    position_table: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    dropout_p: float,
+    seed: Tensor | None,
+    place: int,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(grad_token_table, grad_position_table, grad_weight, grad_bias), of the dtypes of the tables and of weight."""
     ids, positions, weight = ids.contiguous(), positions.contiguous(), weight.contiguous()
     grad_out, token_table, position_table = by_rows(grad_out), by_rows(token_table), by_rows(position_table)
@@ -250,11 +285,29 @@ def embed_packed_bwd(
     threshold, scale = dropout_numbers(dropout_p)
     with torch.cuda.device_of(ids):
         _embed_packed_bwd_kernel[(programs,)](
-            grad_out, ids, positions, token_table, position_table, weight, mean, rstd, seed if dropout_p > 0 else None,
-            *(zeros or (None, None)), grad_rows, partials,
-            rows, grad_out.stride(0), token_table.stride(0), position_table.stride(0), place, threshold, scale,
-            STORE=deterministic, **constants, **options,
-        )  # fmt: skip
+            grad_out,
+            ids,
+            positions,
+            token_table,
+            position_table,
+            weight,
+            mean,
+            rstd,
+            seed if dropout_p > 0 else None,
+            *(zeros or (None, None)),
+            grad_rows,
+            partials,
+            rows,
+            grad_out.stride(0),
+            token_table.stride(0),
+            position_table.stride(0),
+            place,
+            threshold,
+            scale,
+            STORE=deterministic,
+            **constants,
+            **options,
+        )
         grad_weight, grad_bias = sum_partials(partials, weight.dtype)
         if grad_rows is None:
             grad_tokens, grad_positions = (z.to(table.dtype) for z, table in zip(zeros, tables, strict=True))

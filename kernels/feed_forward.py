@@ -89,7 +89,9 @@ def launch_fwd(width: int) -> dict[str, int]:
 
 
 def launch_bwd(width: int) -> dict[str, int]:
-    columns = min(256, triton.next_power_of_2(width))
+    # no tile has fewer elements than the block has threads: Triton would give an element to two warps, and the gradient
+    # that one has overwritten is the other's to read
+    columns = min(256, max(16, triton.next_power_of_2(width)))
     return {"GROUP": GROUP, "ROWS": min(GROUP, 1024 // columns), "COLUMNS": columns}
 
 

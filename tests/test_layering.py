@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "maelm_fast"
-LEAVES = {"errors", "config", "batch", "masking", "philox", "native"}
+LEAVES = {"errors", "config", "batch", "masking", "philox", "native", "stop", "work"}
 MAY_IMPORT = {
     "errors": set(),
     "config": {"errors"},
@@ -17,6 +17,8 @@ MAY_IMPORT = {
     "masking": {"config"},
     "philox": set(),
     "native": set(),
+    "stop": set(),
+    "work": {"config", "errors", "stop"},
     "presets": {"config", "errors"},
     "kernels": set(),
     "ops": LEAVES | {"kernels"},
@@ -133,6 +135,21 @@ def test_no_build_products_in_git() -> None:
     if listing.returncode == 0:
         bad = [f for f in listing.stdout.splitlines() if f.endswith((".pyc", ".so", ".o", ".whl", ".egg"))]
         assert not bad
+
+
+ONCE = {"Stopped": "stop.py", "StopSignals": "stop.py", "lock": "work.py", "Ledger": "work.py"}
+"""Ideas that once stood in several rooms under one name or several."""
+
+
+def test_what_is_defined_once() -> None:
+    places: dict[str, list[str]] = {name: [] for name in [*ONCE, "a file lock"]}
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in ONCE:
+                places[node.name].append(str(path.relative_to(PACKAGE)))
+        if imported(path) & {"fcntl", "filelock"}:
+            places["a file lock"].append(str(path.relative_to(PACKAGE)))
+    assert places == {name: [place] for name, place in {**ONCE, "a file lock": "work.py"}.items()}
 
 
 def test_one_op_one_name_five_places() -> None:

@@ -8,9 +8,19 @@ import sys
 from tests.waiting import HANG
 
 HEAVY = (
-    "transformers", "accelerate", "sklearn", "scipy", "matplotlib", "flash_attn", "xformers",  # the extras
-    "datasets", "triton", "jsonargparse", "tokenizers", "pyarrow",
-)  # fmt: skip
+    "transformers",
+    "accelerate",
+    "sklearn",
+    "scipy",
+    "matplotlib",
+    "flash_attn",
+    "xformers",  # the extras
+    "datasets",
+    "triton",
+    "jsonargparse",
+    "tokenizers",
+    "pyarrow",
+)
 
 
 PROGRAM = """

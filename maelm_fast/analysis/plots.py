@@ -159,8 +159,17 @@ def _draw_run(loss: Any, accuracy: Any, run: RunCurves, colour: str, marker: str
 def _draw_ranks(axis: Any, run: RunCurves, colour: str, marker: str) -> None:
     for curve, style in ((run.rank_last, "-"), (run.rank_last_mask, ":")):
         every = max(1, len(curve.x) // 20)
-        axis.plot(curve.x, curve.y, color=colour, linestyle=style, linewidth=1.8, marker=marker, markersize=5.5,
-                  markeredgecolor="white", markevery=every)  # fmt: skip
+        axis.plot(
+            curve.x,
+            curve.y,
+            color=colour,
+            linestyle=style,
+            linewidth=1.8,
+            marker=marker,
+            markersize=5.5,
+            markeredgecolor="white",
+            markevery=every,
+        )
 
 
 def plot_ranks(reports: list[RankReport], out: Path) -> None:
@@ -188,8 +197,14 @@ def plot_ranks(reports: list[RankReport], out: Path) -> None:
 def _draw_inputs(axis: Any, report: RankReport, t: int) -> None:
     for entry in report.inputs:
         i = INPUTS.index(entry.name)
-        axis.plot(range(len(entry.ranks[t])), entry.ranks[t], color=COLOURS[i], marker=MARKERS[i], **_RANK_LINE,
-                  label=entry.label)  # fmt: skip
+        axis.plot(
+            range(len(entry.ranks[t])),
+            entry.ranks[t],
+            color=COLOURS[i],
+            marker=MARKERS[i],
+            **_RANK_LINE,
+            label=entry.label,
+        )
 
 
 def _draw_comparison(whole: Any, mask: Any, reports: list[RankReport], t: int) -> None:

@@ -25,8 +25,16 @@ from maelm_fast.config import require
 PYTHON = (3, 11)
 TORCH = (2, 11)
 REQUIRED = (
-    "torch", "numpy", "pyarrow", "datasets", "tokenizers", "jsonargparse", "pyyaml", "rich", "safetensors",
-)  # fmt: skip
+    "torch",
+    "numpy",
+    "pyarrow",
+    "datasets",
+    "tokenizers",
+    "jsonargparse",
+    "pyyaml",
+    "rich",
+    "safetensors",
+)
 OPTIONAL = {
     "transformers": ("hf", "export to Hugging Face and its reload check, 'finetune' and 'paper'"),
     "accelerate": ("hf", "training an exported model with the Hugging Face Trainer"),

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import importlib
 import logging
+import signal
 import sys
 
 from maelm_fast import __version__
 from maelm_fast.cli.common import Main, run_command
 from maelm_fast.errors import UserError
+from maelm_fast.stop import Stopped
 
 COMMANDS = {
     "data": "prepare text for pretraining, or show a prepared store",
@@ -43,8 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
+    except (Stopped, KeyboardInterrupt) as stop:  # the first has said so, and saved
+        return 128 + (stop.received if isinstance(stop, Stopped) else signal.SIGINT)
     except BrokenPipeError:  # `| head` has seen enough
         sys.stderr.close()
         return 0

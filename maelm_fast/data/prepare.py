@@ -5,8 +5,9 @@
 3. Processes tokenise the chunks; each chunk's tokens go to a file of their own.
 4. The files are gone through in order: tokens are cut into samples, samples written to shards, the manifest last.
 
-All of it happens in `<out>.partial`, which is renamed at the end. A run that was killed goes on after the last finished
-chunk; the store's bytes depend neither on that nor on the number of processes. Disk: twice the tokens, for a while.
+All of it happens in `<out>.partial`, which is renamed at the end; `<out>.lock` is held meanwhile. A run that was killed
+goes on after the last finished chunk; the store's bytes depend neither on that nor on the number of processes. Disk:
+twice the tokens, for a while.
 
 A store, or a run to go on with, is known by its options and by what its input files hold: their SHA-256 is taken at the
 start. A file that is where it was, with its size and time, is not read again for that; one that is elsewhere or has
@@ -18,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import hashlib
 import itertools
 import json
@@ -59,6 +59,7 @@ from maelm_fast.data.tokenizer import (
     train_tokenizer,
 )
 from maelm_fast.errors import UserError
+from maelm_fast.work import lock
 
 CHUNKS = "chunks"
 VALIDATION_INPUTS = "validation_inputs"
@@ -170,8 +171,12 @@ def prepare(config: PrepareConfig, log: Log = logger.info) -> Manifest:
     if config.out.exists():
         return _finished(job, log)
     try:
-        with _locked(job.partial):
-            return _prepare_locked(job, log)
+        with lock(job.partial.with_suffix(".lock"), remove=True) as ours:
+            require(ours, f"{job.partial} is being written by another run: wait for it, or stop it")
+            if config.out.exists():  # that run has ended meanwhile
+                return _finished(job, log)
+            job.partial.mkdir(parents=True, exist_ok=True)
+            return _prepare_alone(job, log)
     except OSError as error:  # the readers turn theirs into UserErrors, so this one is about writing
         remedy = "free some space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise UserError(
@@ -215,7 +220,7 @@ def _finished(job: _Job, log: Log) -> Manifest:
     return manifest
 
 
-def _prepare_locked(job: _Job, log: Log) -> Manifest:
+def _prepare_alone(job: _Job, log: Log) -> Manifest:
     plan = _begin_or_go_on(job, log)
     partial, out = job.partial, job.config.out
     if not (partial / MANIFEST_FILE).exists():
@@ -238,21 +243,6 @@ def _prepare_locked(job: _Job, log: Log) -> Manifest:
 
 
 # What an earlier run left
-
-
-@contextlib.contextmanager
-def _locked(partial: Path) -> Iterator[None]:
-    """Makes the directory and keeps other runs out of it. The lock is on the directory; it ends with the process."""
-    partial.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(partial, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{partial} is being written by another run: wait for it, or stop it") from None
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _begin_or_go_on(job: _Job, log: Log) -> dict[str, Any]:

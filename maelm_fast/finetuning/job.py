@@ -34,14 +34,14 @@ from maelm_fast.finetuning.fingerprint import data_fingerprint, deciding, digest
 from maelm_fast.finetuning.metrics import baselines
 from maelm_fast.finetuning.problem import Evaluation, Problem, SentenceProblem
 from maelm_fast.finetuning.report import REPORT_FILE, effective_ranks, median_of, table, write_report
-from maelm_fast.finetuning.run import Result, Stopped, device_of, on_host, saved_step, total_updates, train
+from maelm_fast.finetuning.run import Result, device_of, on_host, saved_step, total_updates, train
 from maelm_fast.finetuning.saving import save
 from maelm_fast.finetuning.spans import SpanProblem
+from maelm_fast.stop import StopSignals
 from maelm_fast.training.files import damage, write_directory, write_json, write_text
 from maelm_fast.training.hardware import device_name, environment
-from maelm_fast.training.ledger import Ledger, lock
 from maelm_fast.training.runlog import Display
-from maelm_fast.training.stop import StopSignals
+from maelm_fast.work import Identity, Ledger, Unit, Worker, lock, work
 
 CONFIG_FILE = "config.yaml"
 
@@ -86,8 +86,8 @@ def finetune(
     earlier call with the same arguments left there.
 
     model, engine, step, random_init: as encoders.load_encoder. Each seed has a head, an order and dropout of its own,
-    with random_init an encoder too. After SIGTERM or SIGINT the state is saved and the results so far are returned.
-    Raises UserError, before anything is written, for what does not fit together."""
+    with random_init an encoder too. Raises UserError, before anything is written, for what does not fit together;
+    Stopped after SIGTERM or SIGINT, when the state is saved."""
     require(bool(seeds) and len(set(seeds)) == len(seeds), "the seeds must be one or more, no two the same")
     out = Path(out)
     origin = Origin(str(model), None if random_init else resolve_step(model, step), engine, random_init)
@@ -106,32 +106,56 @@ def finetune(
         say(_banner(encoder, problem, config, seeds, device, precision))
         for note in data.notes:
             say(f"note: {note}")
-        results: list[Result] = []
-        ledger, digest_ = Ledger(out), digest(record)
-        with StopSignals() as stop:
-            for number, seed in enumerate(seeds, start=1):
-                row = ledger.result(f"seed {seed}", "finetune", digest_)
-                if row is None:
-                    title = f"seed {seed} ({number} of {len(seeds)})"
-                    own = origin.load(config, seed) if random_init else encoder
-                    try:
-                        row = _one_seed(problem, own, replace(config, seed=seed), out, title, stop, say)
-                    except Stopped as stopped:
-                        name = stop.received.name if stop.received else "stop"
-                        say(f"{name}: saved at step {stopped.step:,} of {title}; the same command goes on from there")
-                        return results
-                    ledger.append({"key": f"seed {seed}", "stage": "finetune", "config": digest_, "result": row})
-                shutil.rmtree(out / "state" / f"seed_{seed}", ignore_errors=True)
-                results.append(Result(**row))
+        units = [_Seed(seed, digest(record)) for seed in seeds]
+        worker = _Worker(problem, origin, None if random_init else encoder, config, out, say)
+        work(units, worker, out, keep_going=False, say=say)
+        results = [Result(**Ledger(out).ended()[0][unit.identity]) for unit in units]
         if (out / REPORT_FILE).exists():
             say(f"{out}: already finished")
         else:
             _finish(origin, problem, config, out, results, floor, say)
-        for name in ("seeds", "state"):
+        for name in ("seeds", "state", "locks"):
             shutil.rmtree(out / name, ignore_errors=True)
     say(table(data, results, floor))
     say(f"written: {out}")
     return results
+
+
+@dataclass(frozen=True)
+class _Seed(Unit):
+    seed: int
+    config: str
+
+    @property
+    def identity(self) -> Identity:
+        return f"seed {self.seed}", "finetune", self.config
+
+    @property
+    def title(self) -> str:
+        return f"seed {self.seed}"
+
+
+@dataclass
+class _Worker(Worker[_Seed]):
+    problem: Problem
+    origin: Origin
+    encoder: TextEncoder | None
+    """None: random weights, others for each seed."""
+    config: FinetuneConfig
+    out: Path
+    say: Callable[[str], None]
+
+    def do(self, unit: _Seed, stop: StopSignals) -> dict[str, Any]:
+        encoder = self.encoder or self.origin.load(self.config, unit.seed)
+        return _one_seed(self.problem, encoder, replace(self.config, seed=unit.seed), self.out, stop, self.say)
+
+    def after(self, unit: _Seed, row: dict[str, Any]) -> str:
+        shutil.rmtree(_state(self.out, unit.seed), ignore_errors=True)
+        return ""
+
+
+def _state(out: Path, seed: int) -> Path:
+    return out / "state" / f"seed_{seed}"
 
 
 def _one_seed(
@@ -139,16 +163,16 @@ def _one_seed(
     encoder: TextEncoder,
     config: FinetuneConfig,
     out: Path,
-    title: str,
     stop: StopSignals,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Trains, and leaves weights and evaluation in seeds/. Returns Result.to_dict()."""
     steps, task = total_updates(problem.train_size, config), problem.data.task
     items = "windows" if task.kind == "spans" else "examples"
-    state = out / "state" / f"seed_{config.seed}"
+    state = _state(out, config.seed)
     done = saved_step(state)
-    say(title + (f", going on from step {done:,}" if done else ""))
+    if done:
+        say(f"going on from step {done:,}")
     with Display(done, steps) as display:
 
         def watch(row: dict[str, Any]) -> None:
@@ -166,10 +190,7 @@ def _one_seed(
             ]
             display.say(f"{place} (epoch {row['epoch']:.2f}): loss {loss}; dev {', '.join(values)}")
 
-        result, model, evaluation = train(
-            problem, encoder, config, watch=watch, resume=state,
-            stop=lambda: stop.received is not None,
-        )  # fmt: skip
+        result, model, evaluation = train(problem, encoder, config, watch=watch, resume=state, stop=stop)
 
     def fill(aside: Path) -> None:
         save_file(on_host(model), aside / "model.safetensors")

@@ -32,6 +32,7 @@ from maelm_fast.finetuning.encoders import TextEncoder
 from maelm_fast.finetuning.fingerprint import deciding
 from maelm_fast.finetuning.problem import Evaluation, Problem, autocast
 from maelm_fast.philox import fold_seed
+from maelm_fast.stop import Stop, Stopped
 from maelm_fast.training.checkpoint import load_optimizer, optimizer_tensors
 from maelm_fast.training.files import damage, write_directory, write_json
 from maelm_fast.training.hardware import choose_device, choose_precision, is_out_of_memory
@@ -49,14 +50,6 @@ _WATCH_SECONDS = 1.0
 Watch = Callable[[dict[str, Any]], None]
 """Called about once a second with {"kind": "train", step, steps, epoch, loss, lr, examples_per_s, tokens_per_s}, and
 with {"kind": "evaluation", ...} and a row of Result.curve."""
-
-
-class Stopped(Exception):
-    """A run was asked to stop. step: where it goes on from if it was told where to save its state."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(f"stopped at step {step:,}")
-        self.step = step
 
 
 @dataclass(frozen=True)
@@ -146,7 +139,7 @@ def train(
     watch: Watch | None = None,
     resume: Path | None = None,
     keep_best: bool = True,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Stop = lambda: None,
 ) -> tuple[Result, nn.Module, Evaluation]:
     """Fine-tune a copy of `encoder`, which itself is left as it is.
 
@@ -169,7 +162,7 @@ class _Loop:
         watch: Watch | None,
         resume: Path | None,
         keep_best: bool,
-        stop: Callable[[], bool],
+        stop: Stop,
     ) -> None:
         require(problem.train_size > 0, f"{problem.data.task.name}: there is nothing to train on")
         self.problem, self.config, self.watch, self.stop = problem, config, watch or (lambda row: None), stop
@@ -210,7 +203,7 @@ class _Loop:
             progress.tokens += int(self.lengths[indices].sum())
             evaluates, now = progress.step in evaluations, time.perf_counter()
             stopping, saves = self.stop(), self.resume is not None and now - saved >= SAVE_SECONDS
-            for step, numbers in under_way.take(everything=evaluates or stopping or saves):
+            for step, numbers in under_way.take(everything=bool(evaluates or stopping or saves)):
                 self._count(step, numbers.loss, bool(numbers.skipped))
             now = time.perf_counter()
             progress.train_seconds += now - started
@@ -225,12 +218,13 @@ class _Loop:
                 progress.curve[-1]["seconds"] = progress.seconds
                 self.watch({"kind": "evaluation", **progress.curve[-1]})
                 self.model.train()
-            stopping = stopping and progress.step < self.steps
+            if progress.step == self.steps:
+                stopping = None
             if saves or stopping:
                 self._save()
                 saved = time.perf_counter()
             if stopping:
-                raise Stopped(progress.step if self.resume is None else self.on_disk)
+                raise Stopped(progress.step if self.resume is None else self.on_disk, stopping)
         return self._result()
 
     def _updates(self, done: int) -> Iterator[NDArray[np.int64]]:

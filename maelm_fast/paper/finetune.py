@@ -29,33 +29,27 @@ from maelm_fast.paper.prompting.run import make_question
 from maelm_fast.paper.prompting.templates import Template, template_for
 from maelm_fast.paper.prompting.tokens import label_ids
 from maelm_fast.paper.sweep import make_model
+from maelm_fast.stop import StopSignals
 from maelm_fast.training.rundir import RunDir
-from maelm_fast.training.stop import StopSignals
 
 _KEPT = ("task", "metric", "best", "last", "metrics", "best_step", "curve", "steps", "skipped", "seconds",
          "examples_per_s", "tokens_per_s", "truncation", "device", "precision")  # fmt: skip
 
 
-class Worker:
+class Downstream:
     """out: the directory of all; what a killed unit goes on from is in its states/."""
 
     def __init__(self, found: Found, out: Path) -> None:
         self.found, self.out = found, out
-        self.asked_to_stop = False
-        """Whether a signal came during a unit, even one that has reached its end since."""
         self._tokenised: tuple[Any, Problem] | None = None
 
-    def do(self, unit: Unit, cell: Cell, run: RunDir) -> dict[str, Any]:
-        """The unit's result for the ledger. Raises finetuning.run.Stopped after SIGTERM or SIGINT."""
-        with StopSignals() as signals:
-            try:
-                if isinstance(unit, Prompting):
-                    return self._prompt(unit, cell, run, signals)
-                return self._finetune(unit, cell, run, signals)
-            finally:
-                self.asked_to_stop = signals.received is not None
+    def do(self, unit: Unit, cell: Cell, run: RunDir, stop: StopSignals) -> dict[str, Any]:
+        """The unit's result for the ledger. Raises Stopped."""
+        if isinstance(unit, Prompting):
+            return self._prompt(unit, cell, run, stop)
+        return self._finetune(unit, cell, run, stop)
 
-    def _finetune(self, unit: FineTuning, cell: Cell, run: RunDir, signals: StopSignals) -> dict[str, Any]:
+    def _finetune(self, unit: FineTuning, cell: Cell, run: RunDir, stop: StopSignals) -> dict[str, Any]:
         """metrics: of the best evaluation, by split. ranks: by layer, before and after (with the best weights), on the
         development inputs."""
         config = replace(unit.config, device=cell.config.runtime.device, precision=cell.config.runtime.precision)
@@ -68,7 +62,7 @@ class Worker:
         )
         problem = self._problem(unit, cell, encoder)
         state = self.out / "states" / unit.hash(cell.key)
-        result, model, _ = train(problem, encoder, config, resume=state, stop=lambda: signals.received is not None)
+        result, model, _ = train(problem, encoder, config, resume=state, stop=stop)
         row = {key: value for key, value in result.to_dict().items() if key in _KEPT}
         if unit.ranks:
             place = device_of(config)
@@ -87,7 +81,7 @@ class Worker:
             self._tokenised = key, make_problem(self.found.data[unit.task], encoder, config)
         return self._tokenised[1]
 
-    def _prompt(self, unit: Prompting, cell: Cell, run: RunDir, signals: StopSignals) -> dict[str, Any]:
+    def _prompt(self, unit: Prompting, cell: Cell, run: RunDir, stop: StopSignals) -> dict[str, Any]:
         """test: metrics by validation split. metric: Table 7's, which for some tasks is not the task's own."""
         runtime, data = cell.config.runtime, self.found.data[unit.task]
         template = _template(data.task, run, unit) if unit.mode != "head" else template_for(data.task)
@@ -96,8 +90,7 @@ class Worker:
         base = base_config(device=runtime.device, precision=runtime.precision)
         model = make_model(cell.row.label, str(run.path), unit.step)
         plan = PromptingPlan((model,), (question,), (unit.mode,), unit.few, seeds, base)
-        worker = PromptingWorker(plan, self.out, None, lambda: signals.received is not None)
-        result, _ = worker.work(plan.units[0])
+        result, _ = PromptingWorker(plan, self.out).work(plan.units[0], stop)
         row = {key: value for key, value in result.items() if key not in ("confusion", "cells")}
         return {**row, "metric": question.data.task.metric, "label_words": list(template.words.values())}
 

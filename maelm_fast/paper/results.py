@@ -13,7 +13,7 @@ from maelm_fast.finetuning.tasks import Task
 from maelm_fast.paper.catalogue import Row
 from maelm_fast.paper.downstream import Prompting
 from maelm_fast.paper.plan import PRETRAINING, Cell, Plan, rank_stage
-from maelm_fast.training.ledger import Ledger
+from maelm_fast.work import Ledger
 
 REAL = "without_mask"
 """The input whose tokens are all real, as downstream."""

@@ -1,7 +1,6 @@
 """A grid x seeds over tasks and models: planned as runs, each known by the hash of all that decides its result.
 
-    OUT/ledger.jsonl   what is finished or failed (training/ledger.py)
-    OUT/locks/         a lock per run, held while it is worked on
+    OUT/ledger.jsonl   what is finished or failed (work.py)
     OUT/states/        where a run that was stopped goes on from; gone when it is finished
     OUT/SWEEP.md, best.json, cells.csv   (sweep_report.py)
     OUT/sweep.png   (sweep_plot.py)
@@ -12,44 +11,29 @@ is stopped early has every cell once, for all models alike, rather than a few ce
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import logging
-import multiprocessing
-import multiprocessing.connection
-import os
 import shutil
-import signal
 import statistics
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from maelm_fast.config import require
-from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.encoders import Engine, load_encoder
 from maelm_fast.finetuning.examples import TaskData
 from maelm_fast.finetuning.fingerprint import data_fingerprint, deciding, digest, model_fingerprint, resolve_step
 from maelm_fast.finetuning.job import make_problem
 from maelm_fast.finetuning.problem import Problem
-from maelm_fast.finetuning.run import Stopped, train
+from maelm_fast.finetuning.run import train
 from maelm_fast.paper.grids import Cell, Grid
-from maelm_fast.training.ledger import Ledger, lock
+from maelm_fast.stop import Stop, StopSignals
 from maelm_fast.training.rundir import RunDir
-from maelm_fast.training.stop import StopSignals
-
-log = logging.getLogger(__name__)
+from maelm_fast.work import Identity, Ledger, Unit, Worker, work
 
 STAGE = "finetuning"
-_POLL_SECONDS = 1.0  # while other processes work on all that is left
 
 
 @dataclass(frozen=True)
@@ -75,7 +59,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Unit):
     """A cell with a seed, for one model."""
 
     model: Model
@@ -92,6 +76,15 @@ class Run:
     def title(self) -> str:
         task = self.search.data.task.title
         return f"{self.model.label}, {task}, cell {self.cell.number} ({self.cell.title}), seed {self.seed}"
+
+    @property
+    def identity(self) -> Identity:
+        return self.key, STAGE, self.key
+
+    @property
+    def about(self) -> dict[str, Any]:
+        cell = {"cell": self.cell.number, "seed": self.seed}
+        return {"model": self.model.label, "task": self.search.data.task.name, **cell}
 
 
 @dataclass(frozen=True)
@@ -176,17 +169,12 @@ class Done:
         return [run for run in sweep.runs if run.key not in self.results]
 
 
-def read_done(out: Path, since: int = 0) -> Done:
-    """since: errors of this many rows at the ledger's beginning do not count."""
-    results, errors = {}, {}
-    for number, row in enumerate(Ledger(out).rows()):
-        if row["stage"] != STAGE:
-            continue
-        if "result" in row:
-            results[row["key"]] = row["result"]
-        elif number >= since:
-            errors[row["key"]] = row["error"]
-    return Done(results, {key: error for key, error in errors.items() if key not in results})
+def read_done(out: Path) -> Done:
+    results, errors = Ledger(out).ended()
+    return Done(
+        {key: result for (key, stage, _), result in results.items() if stage == STAGE},
+        {key: error for (key, stage, _), error in errors.items() if stage == STAGE},
+    )
 
 
 def estimate(sweep: Sweep, done: Done) -> tuple[float, int]:
@@ -216,83 +204,38 @@ Problems = dict[tuple[Any, ...], Problem]
 """Tokenised tasks of a process, by what they depend on."""
 
 
-def run_sweep(sweep: Sweep, out: Path, workers: int = 1, after_run: AfterRun | None = None) -> bool:
+def run_sweep(sweep: Sweep, out: Path, workers: int = 1, after_run: AfterRun | None = None) -> None:
     """Works until no run is left undone or untried since now, in this process or in `workers` processes of its own.
 
     after_run: called with `sweep` and `out` after each run, whichever process it ran in; must be a module's function.
-    Failed runs are recorded and do not stop the others. Returns False if SIGTERM or SIGINT ended it; raises UserError
-    if a worker died."""
-    require(workers >= 1, f"--workers must be at least 1, not {workers}")
-    since = len(Ledger(out).rows())
-    with StopSignals() as stop:
-        if workers == 1:
-            _pull(sweep, out, since, after_run, stop)
-        else:
-            _start_workers(sweep, out, since, workers, after_run, stop)
-    return stop.received is None
+    Failed runs are recorded and do not stop the others. Raises Stopped after SIGTERM or SIGINT, UserError if a worker
+    died."""
+    gpus = sweep.runs[0].config.device != "cpu"
+    work(sweep.runs, _Worker(sweep, out, after_run), out, processes=workers, gpus=gpus)
 
 
-def _pull(sweep: Sweep, out: Path, since: int, after_run: AfterRun | None, stop: StopSignals) -> None:
-    problems: Problems = {}
-    while stop.received is None:
-        done = read_done(out, since)
-        waiting = [run for run in done.unfinished(sweep) if run.key not in done.errors]
-        if not waiting:
-            return
-        for run in waiting:
-            with lock(out / "locks" / f"{run.key}.lock") as ours:
-                if ours and not _tried(run, out, since):
-                    _work(sweep, run, out, problems, stop)
-                    if after_run is not None:
-                        after_run(sweep, out)
-            if ours:
-                break  # with a fresh look at what others have finished meanwhile
-        else:
-            time.sleep(_POLL_SECONDS)
+@dataclass
+class _Worker(Worker[Run]):
+    sweep: Sweep
+    out: Path
+    after_run: AfterRun | None
+    problems: Problems = field(default_factory=dict)
 
+    def do(self, run: Run, stop: StopSignals) -> dict[str, Any]:
+        return _train(self.sweep, run, self.out, self.problems, stop)
 
-def _tried(run: Run, out: Path, since: int) -> bool:
-    """Whether another process has finished or failed it between the last look and our lock."""
-    done = read_done(out, since)
-    return run.key in done.results or run.key in done.errors
-
-
-def _work(sweep: Sweep, run: Run, out: Path, problems: Problems, stop: StopSignals) -> None:
-    """One run, recorded in the ledger whatever comes of it, unless it was stopped. Its lock must be held."""
-    place = f"[{sweep.runs.index(run) + 1}/{len(sweep.runs)}]"
-    print(f"{place} {run.title}", flush=True)
-    row: dict[str, Any] = {
-        "key": run.key,
-        "stage": STAGE,
-        "config": run.key,
-        "model": run.model.label,
-        "task": run.search.data.task.name,
-        "cell": run.cell.number,
-        "seed": run.seed,
-    }
-    try:
-        row["result"] = _train(sweep, run, out, problems, lambda: stop.received is not None)
-    except Stopped as stopped:
-        print(f"{place} {stopped}; the same command goes on from there", flush=True)
-        return
-    except UserError as error:
-        row["error"] = str(error)
-    except Exception as error:  # whatever it is must not cost the other runs their turn; the log has the trace
-        log.exception("%s", run.title)
-        row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    Ledger(out).append({**row, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
-    if "error" in row:
-        print(f"{place} failed: {row['error']}", flush=True)
-        if torch.cuda.is_available():
-            gc.collect()  # of a run that ended for want of memory, so that the next one has it
-            torch.cuda.empty_cache()
-    else:
-        shutil.rmtree(out / "states" / run.key, ignore_errors=True)
+    def after(self, run: Run, row: dict[str, Any]) -> str:
+        if "result" in row:
+            shutil.rmtree(self.out / "states" / run.key, ignore_errors=True)
+        if self.after_run is not None:
+            self.after_run(self.sweep, self.out)
+        if "error" in row:
+            return ""
         result = row["result"]
-        print(f"{place} {result['metric']} {result['best']:.1f}, {result['seconds_in_all']:.0f} s", flush=True)
+        return f"{result['metric']} {result['best']:.1f}, {result['seconds_in_all']:.0f} s"
 
 
-def _train(sweep: Sweep, run: Run, out: Path, problems: Problems, stop: Callable[[], bool]) -> dict[str, Any]:
+def _train(sweep: Sweep, run: Run, out: Path, problems: Problems, stop: Stop) -> dict[str, Any]:
     """Result.to_dict(), and the seconds with loading and tokenising."""
     start = time.perf_counter()
     model, config = run.model, run.config
@@ -311,72 +254,3 @@ def _train(sweep: Sweep, run: Run, out: Path, problems: Problems, stop: Callable
     state = out / "states" / run.key
     result, _, _ = train(problems[tokenised], encoder, config, resume=state, keep_best=False, stop=stop)
     return {**result.to_dict(), "seconds_in_all": max(time.perf_counter() - start, result.seconds)}
-
-
-def _start_workers(
-    sweep: Sweep, out: Path, since: int, workers: int, after_run: AfterRun | None, stop: StopSignals
-) -> None:
-    """Processes that each see one GPU, in turn, or have their share of the threads, and end with this one."""
-    gpus = _gpus(sweep)
-    threads = max(1, torch.get_num_threads() // workers)
-    spawn = multiprocessing.get_context("spawn")
-    processes = []
-    for i in range(workers):
-        changes = {"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]} if gpus else {"OMP_NUM_THREADS": str(threads)}
-        arguments = (sweep, out, since, threads, after_run)
-        process = spawn.Process(target=_worker, args=arguments, name=f"worker {i + 1}")
-        with _environment(changes):
-            process.start()
-        processes.append(process)
-    told = False
-    while alive := [process.sentinel for process in processes if process.is_alive()]:
-        multiprocessing.connection.wait(alive, _POLL_SECONDS)
-        if stop.received is not None and not told:
-            told = True
-            for process in processes:
-                process.terminate()
-    dead = [f"{process.name} (exit code {process.exitcode})" for process in processes if process.exitcode]
-    asked = stop.received is not None  # a worker that was still starting ends by the signal
-    require(asked or not dead, f"{', '.join(dead)} ended before all was done; the same command goes on")
-
-
-def _gpus(sweep: Sweep) -> list[str]:
-    """Those that this process may use, as CUDA_VISIBLE_DEVICES names them; none if the runs are for the CPU."""
-    if sweep.runs[0].config.device == "cpu" or not torch.cuda.is_available():
-        return []
-    visible, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
-    return visible.split(",")[:count] if visible else [str(i) for i in range(count)]  # CUDA stops at a wrong one
-
-
-@contextlib.contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    """Variables that a process started inside the block begins with."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _worker(sweep: Sweep, out: Path, since: int, threads: int, after_run: AfterRun | None) -> None:
-    with StopSignals() as stop:
-        logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-        torch.set_num_threads(threads)
-        threading.Thread(target=_end_with_parent, daemon=True).start()
-        try:
-            _pull(sweep, out, since, after_run, stop)
-        except UserError as error:
-            sys.exit(f"error: {error}")
-
-
-def _end_with_parent() -> None:
-    """Even a parent that was killed and could say nothing takes its workers with it."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os.kill(os.getpid(), signal.SIGTERM)

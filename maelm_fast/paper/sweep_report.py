@@ -23,7 +23,7 @@ from maelm_fast.finetuning.tasks import TASKS
 from maelm_fast.paper.grids import Cell
 from maelm_fast.paper.sweep import Done, Model, Search, Sweep, read_done
 from maelm_fast.training.files import write_json, write_text
-from maelm_fast.training.ledger import lock
+from maelm_fast.work import lock
 
 REPORT, BEST, RUNS = "SWEEP.md", "best.json", "cells.csv"
 _COLUMNS = (

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from maelm_fast import native, presets
-from maelm_fast.config import RunConfig, to_dict
+from maelm_fast.config import RunConfig, require, to_dict
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
 from maelm_fast.training.files import write_json, write_text
@@ -24,6 +23,7 @@ from maelm_fast.training.hardware import choose_device, choose_precision, device
 from maelm_fast.training.initial import Initial, adapt, load_initial
 from maelm_fast.training.rundir import RunDir, RunRecord, vocabulary_of
 from maelm_fast.training.trainer import Trainer, build_model
+from maelm_fast.work import lock
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 def pretrain(preset: str, config: RunConfig, data: str, out: str, initial: Initial | None = None) -> RunDir:
     """Train `config` on the token store `data` in the run directory `out`; goes on if a run of the same is there.
 
-    Raises UserError, before anything is written, for what does not fit together."""
+    Raises UserError, before anything is written, for what does not fit together; Stopped after SIGTERM or SIGINT, when
+    the run is saved."""
     train, validation = TokenStore.open(data, "train"), TokenStore.open(data, "validation")
     tokenizer = train.tokenizer()
     vocabulary = vocabulary_of(tokenizer)
@@ -48,7 +49,7 @@ def pretrain(preset: str, config: RunConfig, data: str, out: str, initial: Initi
     elif run.path.exists() and any(run.path.iterdir()):
         raise UserError(f"{run.path} exists, is not empty and is not a run; choose another --out")
 
-    with _lock(run):
+    with _alone(run):
         model = build_model(config, vocabulary)
         if initial is not None:
             fresh = load_initial(model, initial)
@@ -137,37 +138,24 @@ def _start_files(run: RunDir, record: RunRecord, config: RunConfig, tokenizer: s
 
 
 @contextlib.contextmanager
-def _lock(run: RunDir) -> Iterator[None]:
+def _alone(run: RunDir) -> Iterator[None]:
     """Keeps two processes from writing the same run, and takes back a directory that a failure left empty."""
-    import fcntl
-
     created = not run.path.exists()
     try:
-        run.path.mkdir(parents=True, exist_ok=True)
-        lock = open(run.path / ".lock", "w")  # noqa: SIM115  held as long as the run
-    except OSError as error:
-        raise UserError(f"cannot write in {run.path}: {error.strerror}; choose another --out") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(lock.fileno()).st_nlink == 0:  # its last holder removed it meanwhile: a third may lock a new one
-            raise BlockingIOError
-    except OSError:
-        lock.close()
-        raise UserError(f"{run.path} is in use by another process") from None
-    try:
-        yield
+        with lock(run.path / ".lock", remove=True) as ours:
+            require(ours, f"{run.path} is in use by another process")
+            try:
+                yield
+            finally:
+                if created and not run.exists:
+                    for leftover in (run.tokenizer_file, run.env_file):
+                        leftover.unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):
+                        run.checkpoints.rmdir()
     finally:
-        empty = created and not run.exists
-        if empty:
-            for leftover in (run.tokenizer_file, run.env_file):
-                leftover.unlink(missing_ok=True)
+        if created and not run.exists:
             with contextlib.suppress(OSError):
-                run.checkpoints.rmdir()
-        (run.path / ".lock").unlink(missing_ok=True)
-        if empty:
-            with contextlib.suppress(OSError):
-                os.rmdir(run.path)
-        lock.close()
+                run.path.rmdir()
 
 
 def _banner(

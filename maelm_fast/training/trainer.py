@@ -27,6 +27,7 @@ from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.flops import peak_flops, training_flops
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.philox import fold_seed
+from maelm_fast.stop import Stopped, StopSignals
 from maelm_fast.training import checkpoint
 from maelm_fast.training.checkpoint import Progress
 from maelm_fast.training.files import write_json
@@ -37,7 +38,6 @@ from maelm_fast.training.prefetch import on_device
 from maelm_fast.training.rundir import RunDir
 from maelm_fast.training.runlog import Display, Metrics
 from maelm_fast.training.step import GraphedStep, Numbers, Readback, TrainStep, check_recordable
-from maelm_fast.training.stop import StopSignals
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Trainer:
         return True
 
     def train(self) -> Progress:
-        """Runs to max_steps, an early stop, or a signal (SIGTERM, SIGINT: saves first). Returns where it ended."""
+        """Runs to max_steps or an early stop. Returns where it ended; raises Stopped after SIGTERM or SIGINT."""
         progress, runtime = self.progress, self.config.runtime
         updates = training_updates(
             self.batches, progress.step, self.config.optim.max_steps, runtime.workers, self.device.type == "cuda"
@@ -140,6 +140,7 @@ class Trainer:
                 display.say(
                     f"{stop.received.name}: saved at step {progress.step:,}; the same command goes on from there"
                 )
+                raise Stopped(progress.step, stop.received)
         return progress
 
     def _masked(self, batch: PackedBatch | RaggedBatch) -> PackedBatch:

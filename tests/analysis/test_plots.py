@@ -83,8 +83,13 @@ def test_several_reports_share_the_axes_of_figure_5(tmp_path: Path) -> None:
     reports = [report_of("mlm", True, [0.8, 0.9]), report_of("mae", False, [0.8, 0.9])]
     plot_ranks(reports, tmp_path / "both.svg")
     text = svg_text(tmp_path / "both.svg")
-    for label in ("mlm, step 5: with [MASK]", "mlm, step 5: without [MASK]", "mae, step 5: all tokens real",
-                  "0.8-effective rank", "0.9-effective rank"):  # fmt: skip
+    for label in (
+        "mlm, step 5: with [MASK]",
+        "mlm, step 5: without [MASK]",
+        "mae, step 5: all tokens real",
+        "0.8-effective rank",
+        "0.9-effective rank",
+    ):
         assert label in text
     assert "mae, step 5: with [MASK]" not in text
     with pytest.raises(UserError, match="different taus"):

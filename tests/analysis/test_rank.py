@@ -25,8 +25,13 @@ from maelm_fast.training.rundir import RunDir
 
 transformers = pytest.importorskip("transformers")
 PNG = b"\x89PNG\r\n\x1a\n"
-SHAPE = {"vocab_size": 310, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-         "intermediate_size": 48}  # fmt: skip
+SHAPE = {
+    "vocab_size": 310,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+}
 IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
 KINDS: dict[str, tuple[str, dict[str, Any], int]] = {
     "roberta": ("Roberta", {"max_position_embeddings": 42}, 40),
@@ -54,9 +59,15 @@ def checkpoints(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     tokenizer.save_pretrained(path / "gpt2")
     bart = transformers.BartConfig(
-        vocab_size=310, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=32, decoder_ffn_dim=32,
-        encoder_attention_heads=2, decoder_attention_heads=2,
-    )  # fmt: skip
+        vocab_size=310,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+    )
     transformers.BartModel(bart).save_pretrained(path / "bart")
     tokenizer.save_pretrained(path / "bart")
     for name in ("no_tokenizer", "no_mask_token", "other_tokenizer", "no_weights", "damaged"):

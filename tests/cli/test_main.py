@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from maelm_fast import __version__, presets
 from maelm_fast.cli.main import COMMANDS, main
 from maelm_fast.cli.pretrain import parse
+from maelm_fast.stop import Stopped
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -30,11 +32,14 @@ def test_usage_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"maelm-fast {__version__}\n"
 
 
-@pytest.mark.parametrize(("ended_by", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 0)])
+@pytest.mark.parametrize(
+    ("ended_by", "code"),
+    [(KeyboardInterrupt(), 130), (Stopped(3), 143), (Stopped(3, signal.SIGINT), 130), (BrokenPipeError(), 0)],
+)
 def test_an_end_from_outside_is_quiet(
-    ended_by: type[BaseException], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ended_by: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Control-C, and `| head` that has seen enough."""
+    """A signal, before or while something trains, and `| head` that has seen enough."""
 
     def ended(_: list[str]) -> int:
         raise ended_by

@@ -13,7 +13,8 @@ from maelm_fast.cli.paper import prompt
 from maelm_fast.data.tokenizer import train_tokenizer
 from maelm_fast.errors import UserError
 from maelm_fast.paper.prompting import run as module
-from maelm_fast.training.ledger import Ledger
+from maelm_fast.stop import StopSignals
+from maelm_fast.work import Ledger
 from tests.finetuning.small import loaded_run, run_directory
 
 TEXT = "It was great. It was terrible. yes, no, red and blue, the man"
@@ -60,11 +61,11 @@ def test_a_table_that_goes_on_after_a_stop(
     argv += ["--out", str(out), *FEW]
     work, done = module.Worker.work, []
 
-    def fails_at_the_sixth(self: module.Worker, unit: module.Unit) -> object:
+    def fails_at_the_sixth(self: module.Worker, unit: module.Unit, stop: StopSignals) -> object:
         if len(done) == 5:
             raise UserError("the power went")
         done.append(unit.key)
-        return work(self, unit)
+        return work(self, unit, stop)
 
     with monkeypatch.context() as patch:
         patch.setattr(module.Worker, "work", fails_at_the_sixth)

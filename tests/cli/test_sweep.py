@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import signal
 import statistics
 from pathlib import Path
 
 import pytest
 
 from maelm_fast.cli.main import main
-from maelm_fast.training.ledger import Ledger
+from maelm_fast.stop import Stopped
+from maelm_fast.work import Ledger
 from tests.finetuning import toys
 
 pytest.importorskip("sklearn")
@@ -129,8 +131,11 @@ def test_the_papers_rows_stand_beside(place: Path, tmp_path: Path) -> None:
 def test_stopped_before_anything_began(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("maelm_fast.cli.paper.sweep.run_sweep", lambda *_: False)
-    assert main(command(place, tmp_path / "out", "--model", str(place / "mae"), "--seeds", "1")) == 0
+    def stopped(*_: object) -> None:
+        raise Stopped(received=signal.SIGINT)
+
+    monkeypatch.setattr("maelm_fast.cli.paper.sweep.run_sweep", stopped)
+    assert main(command(place, tmp_path / "out", "--model", str(place / "mae"), "--seeds", "1")) == 130
     assert "stopped with 2 of 2 runs unfinished" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from maelm_fast import native
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import MaskingConfig
-from maelm_fast.data.masking import pack, pack_plain
+from maelm_fast.data.masking import end_to_end, pack, pack_plain, pack_update
 from maelm_fast.data.order import permutation, permutation_reference
 from maelm_fast.errors import UserError
 from maelm_fast.masking import Masker, Vocabulary
@@ -114,6 +114,25 @@ def test_both_refuse_the_same_input(implementation: Callable[..., PackedBatch]) 
         call(np.array([0.5]))
     with pytest.raises(ValueError, match=r"need samples of shape \(1,\)"):
         implementation([np.array([0])], np.arange(2), np.arange(1), Masker(MaskingConfig(), VOCABULARY, 0, False))
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_an_update_may_have_no_sequences(built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None at all, or micro-batches of none."""
+    if not built:
+        monkeypatch.setattr(native, "host", lambda: None)
+    masker = Masker(MaskingConfig(), VOCABULARY, 0, False)
+    nothing = end_to_end([], np.empty(0, int), np.empty(0, int))
+    assert pack_update(nothing, [], masker).micro_batches() == []
+    one = end_to_end([np.arange(40)], np.zeros(1, int), np.zeros(1, int))
+    empty, full = pack_update(one, [0, 1], masker).micro_batches()
+    assert_same_batch(empty, pack([], np.empty(0, int), np.empty(0, int), masker))
+    assert_same_batch(full, pack([np.arange(40)], np.zeros(1, int), np.zeros(1, int), masker))
+    assert (empty.lengths, empty.counts, [len(t) for t in empty.tensors]) == (
+        ((), (), ()),
+        (0, 0, 0),
+        [0] * 4 + [1, 0] * 3,
+    )
 
 
 def test_without_the_extension_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,11 +242,24 @@ def large_calls(scale: int) -> dict[str, Callable[[], object]]:
         "spread": lambda: host.spread(lengths, 2048),
         "read": lambda: store.read(whole),
         "pack": lambda: host.pack(
-            ids=ids, lengths=np.array([len(ids)]), samples=one, epochs=one, counts=[1], alignment=1,
-            allocate=lambda elements: row[:elements], rate=0.5, stochastic=False, special_tokens=True, policy="mask",
-            shown=0.0, vocab_size=9, mask_id=8, special=(), seed=0,
+            ids=ids,
+            lengths=np.array([len(ids)]),
+            samples=one,
+            epochs=one,
+            counts=[1],
+            alignment=1,
+            allocate=lambda elements: row[:elements],
+            rate=0.5,
+            stochastic=False,
+            special_tokens=True,
+            policy="mask",
+            shown=0.0,
+            vocab_size=9,
+            mask_id=8,
+            special=(),
+            seed=0,
         ),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("name", ["pack", "best_fit", "spread", "read", "permute"])

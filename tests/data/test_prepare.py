@@ -18,6 +18,7 @@ from maelm_fast.data import prepare as module
 from maelm_fast.data.prepare import Chunk, PrepareConfig, cut_blocks, cut_documents, prepare, training_sample
 from maelm_fast.data.token_store import Manifest, TokenStore
 from maelm_fast.errors import UserError
+from maelm_fast.work import lock
 from tests.waiting import HANG
 
 WORDS = ["Apple", "bear", "cloud", "Door", "earth", "fire", "grass", "house", "ink", "jar"]
@@ -271,8 +272,22 @@ def test_beginning_anew_when_nothing_is_lost(text, monkeypatch):
 
 
 def test_two_runs_at_once(text):
-    with module._locked(text.parent / "store.partial"):
+    with lock(text.parent / "store.lock"):
         fails("is being written by another run", configure(text))
+
+
+def test_a_run_that_ended_meanwhile(text, monkeypatch):
+    lines = []
+
+    def late(path, **options):
+        monkeypatch.setattr(module, "lock", lock)
+        prepare(configure(text))
+        return lock(path, **options)
+
+    monkeypatch.setattr(module, "lock", late)
+    prepare(configure(text), lines.append)
+    assert lines == [f"{text.parent / 'store'} is already prepared"]
+    assert sorted(path.name for path in text.parent.iterdir()) == ["store", "text.txt"]
 
 
 def test_other_things_in_the_way(text):

@@ -19,8 +19,8 @@ from maelm_fast.finetuning.batches import token_batch
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.encoders import load_encoder
 from maelm_fast.finetuning.examples import Answer, SpanExamples, TaskData
-from maelm_fast.finetuning.job import finetune
-from maelm_fast.finetuning.problem import Evaluation, make_problem
+from maelm_fast.finetuning.job import finetune, make_problem
+from maelm_fast.finetuning.problem import Evaluation
 from maelm_fast.finetuning.report import effective_ranks, median_of, summary
 from maelm_fast.finetuning.run import Result
 from maelm_fast.finetuning.saving import load_finetuned

@@ -27,9 +27,11 @@ from maelm_fast.finetuning import run as module
 from maelm_fast.finetuning.batches import token_batch, update_order
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import TaskData
-from maelm_fast.finetuning.job import finetune
-from maelm_fast.finetuning.problem import Problem, SentenceProblem, make_problem
-from maelm_fast.finetuning.run import Result, Stopped, evaluation_steps, saved_step, total_updates, train
+from maelm_fast.finetuning.job import finetune, make_problem
+from maelm_fast.finetuning.problem import Problem, SentenceProblem
+from maelm_fast.finetuning.run import Result, evaluation_steps, saved_step, total_updates, train
+from maelm_fast.stop import Stopped
+from maelm_fast.work import Ledger
 from tests.finetuning import toys
 from tests.waiting import wait_until
 
@@ -370,11 +372,14 @@ def test_killed_terminated_and_finished_equals_uninterrupted(tmp_path: Path) -> 
 
     def hear(line: str) -> None:
         told.append(line)
-        if line.startswith("seed 1"):
+        if line == "[2/2] seed 1":
             os.kill(os.getpid(), signal.SIGTERM)
 
-    assert [numbers(result) for result in finetune(model, data, SHORT, out, [0, 1], say=hear)] == [numbers(whole[0])]
-    assert "SIGTERM: saved at step 1 of seed 1" in told[-1]
+    with pytest.raises(Stopped) as stopped:
+        finetune(model, data, SHORT, out, [0, 1], say=hear)
+    assert stopped.value.code == 143
+    assert [numbers(Result(**row["result"])) for row in Ledger(out).rows()] == [numbers(whole[0])]
+    assert told[-1] == "[2/2] SIGTERM: stopped at step 1; the same command goes on from there"
     assert [path.name for path in (out / "state").glob("*/*")] == ["step_1"]
     results = finetune(model, data, SHORT, out, [0, 1], say=quiet)
     assert [numbers(result) for result in results] == [numbers(result) for result in whole]

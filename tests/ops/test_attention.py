@@ -283,9 +283,17 @@ def flash(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, bias: Positi
 
 
 def check_kernel(
-    queries: Layout, keys: Layout | None, reach: int, dtype: torch.dtype, p: float = 0.0, dim: int = 16, step: int = 0,
-    backend: str = "triton", window: bool = False, own_rounding: bool = False,
-) -> None:  # fmt: skip
+    queries: Layout,
+    keys: Layout | None,
+    reach: int,
+    dtype: torch.dtype,
+    p: float = 0.0,
+    dim: int = 16,
+    step: int = 0,
+    backend: str = "triton",
+    window: bool = False,
+    own_rounding: bool = False,
+) -> None:
     """Outputs and every gradient in memory full of NaN, against float64, within twice the error of flash attention
     written in PyTorch at that dtype.
 
@@ -363,9 +371,11 @@ def test_kernel_with_nothing_to_do() -> None:
 @kernel
 @settings(max_examples=3, deadline=None)
 @given(
-    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=3), reach=st.integers(0, 127),
-    p=st.sampled_from([0.0, 0.4]), seed=st.integers(0, 99),
-)  # fmt: skip
+    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=3),
+    reach=st.integers(0, 127),
+    p=st.sampled_from([0.0, 0.4]),
+    seed=st.integers(0, 99),
+)
 @example(lengths=[36], reach=115, p=0.4, seed=45)  # the kernel's grad_v of 2.72 goes to the farther bf16 number
 def test_kernel_on_random_layouts(lengths: list[int], reach: int, p: float, seed: int) -> None:
     check_kernel(gapped(lengths, seed), None, reach, torch.bfloat16, p, own_rounding=True)
@@ -615,9 +625,11 @@ def test_native_with_nothing_to_do() -> None:
 @compiled
 @settings(max_examples=25, deadline=None)
 @given(
-    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=3), reach=st.integers(0, 127),
-    p=st.sampled_from([0.0, 0.4]), seed=st.integers(0, 99),
-)  # fmt: skip
+    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=3),
+    reach=st.integers(0, 127),
+    p=st.sampled_from([0.0, 0.4]),
+    seed=st.integers(0, 99),
+)
 def test_native_on_random_layouts(lengths: list[int], reach: int, p: float, seed: int) -> None:
     check_native(gapped(lengths, seed), reach=reach, p=p)
 
@@ -738,5 +750,11 @@ def test_native_says_what_it_cannot_take() -> None:
     with pytest.raises(UserError, match=r"dtype float64 \(it takes fp32, bf16 and fp16\)"):
         attention(*(q.double(),) * 3, layout, backend="native")
     with pytest.raises(RuntimeError, match="positions must lie in"):
-        attention(q, q, q, AttentionLayout(layout_of([4], torch.tensor([-1, 0, 1, 2], dtype=torch.int32))),
-                  PositionBias(torch.zeros(2, 3)), backend="native")  # fmt: skip
+        attention(
+            q,
+            q,
+            q,
+            AttentionLayout(layout_of([4], torch.tensor([-1, 0, 1, 2], dtype=torch.int32))),
+            PositionBias(torch.zeros(2, 3)),
+            backend="native",
+        )

@@ -32,7 +32,7 @@ from maelm_fast.paper.plan import Cell, Plan, make_plan
 from maelm_fast.paper.report import report
 from maelm_fast.paper.results import BASELINES, Results, passes
 from maelm_fast.paper.scores import checkpoints
-from maelm_fast.training.ledger import Ledger
+from maelm_fast.work import Ledger
 from tests.conftest import WORDS
 
 pytest.importorskip("matplotlib")
@@ -309,7 +309,7 @@ def test_killed_in_the_middle_of_fine_tuning(
 
     with monkeypatch.context() as patch:
         patch.setattr(SentenceProblem, "loss", and_kill)
-        assert main(command("fig5", store, out, "--tasks", tasks)) == 0
+        assert main(command("fig5", store, out, "--tasks", tasks)) == 143
     assert len(calls) == 3
     assert len(rows_of(out, "finetune")) == 1
     assert any((out / "states").iterdir())

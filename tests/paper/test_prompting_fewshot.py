@@ -18,7 +18,6 @@ from maelm_fast.data.tokenizer import train_tokenizer
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning import tasks
 from maelm_fast.finetuning.examples import Examples, TaskData
-from maelm_fast.finetuning.run import Stopped
 from maelm_fast.finetuning.text import TextTokenizer
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.paper.prompting.cloze import ClozeProblem
@@ -27,6 +26,7 @@ from maelm_fast.paper.prompting.masked_lm import load_masked_lm
 from maelm_fast.paper.prompting.run import METRICS, make_question
 from maelm_fast.paper.prompting.templates import template_for
 from maelm_fast.paper.prompting.tokens import Prompts, label_ids
+from maelm_fast.stop import Stopped
 from maelm_fast.training.rundir import LoadedRun, RunRecord, vocabulary_of
 from tests.finetuning.small import run_directory
 
@@ -68,10 +68,20 @@ def pretrained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     it must find the right one of all tokens. Which words are which it is not told of the toy task's."""
     config = presets.change(
         presets.get("tiny"),
-        model={"vocab_size": bpe().get_vocab_size(), "hidden_size": 32, "num_layers": 1, "num_heads": 2,
-               "ffn_size": 64, "max_positions": 32, "dropout": 0.0, "decoder": request.param, "decoder_layers": 1,
-               "relative_bias": "none", "decoder_relative_bias": False},
-    )  # fmt: skip
+        model={
+            "vocab_size": bpe().get_vocab_size(),
+            "hidden_size": 32,
+            "num_layers": 1,
+            "num_heads": 2,
+            "ffn_size": 64,
+            "max_positions": 32,
+            "dropout": 0.0,
+            "decoder": request.param,
+            "decoder_layers": 1,
+            "relative_bias": "none",
+            "decoder_relative_bias": False,
+        },
+    )
     torch.manual_seed(0)
     vocabulary = vocabulary_of(bpe())
     network = MaeLm(config.model, vocabulary.mask_id)

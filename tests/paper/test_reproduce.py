@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from maelm_fast import presets
+from maelm_fast import presets, work
 from maelm_fast.cli.main import main
 from maelm_fast.cli.paper.experiment import duration
 from maelm_fast.data.token_store import Manifest
@@ -26,9 +26,9 @@ from maelm_fast.paper.plan import PRETRAINING, Plan, make_plan
 from maelm_fast.paper.report import report
 from maelm_fast.paper.results import Results
 from maelm_fast.paper.scores import rank_cells
-from maelm_fast.training.ledger import Ledger
 from maelm_fast.training.rundir import RunDir
 from maelm_fast.training.trainer import Trainer
+from maelm_fast.work import Ledger
 from tests.waiting import HANG
 
 pytest.importorskip("matplotlib")
@@ -121,7 +121,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_evaluate", and_kill)
-        assert main(command("fig1", store, tmp_path / "cut")) == 0
+        assert main(command("fig1", store, tmp_path / "cut")) == 143
     assert Ledger(tmp_path / "cut").rows() == []
     assert "stopped with 1 of 1 runs unfinished" in capsys.readouterr().out
     monkeypatch.setattr("maelm_fast.paper.cost.measured_rate", lambda config: 1.0)
@@ -161,7 +161,7 @@ def test_a_run_that_fails_is_recorded_and_costs_only_itself(
 OTHER_PROCESS = """
 import os, sys, time
 from pathlib import Path
-from maelm_fast.training.ledger import Ledger, lock
+from maelm_fast.work import Ledger, lock
 parent = os.getppid()
 out, held, rows, key, *stages = Path(sys.argv[1]), *sys.argv[2:]
 with lock(out / "locks" / f"{held}.lock") as ours:
@@ -190,7 +190,7 @@ def test_what_another_process_works_on_is_left_to_it(
     )  # fmt: skip
     assert other.stdout is not None
     assert other.stdout.readline() == "held\n"
-    monkeypatch.setattr(run, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(work, "_POLL_SECONDS", 0.05)
     run.run_plan(plan, tmp_path)
     assert other.wait(HANG) == 0
     rows = [(row["key"], row["stage"], row["config"]) for row in Ledger(tmp_path).rows()]

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from maelm_fast import work
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, TaskData
@@ -30,7 +31,8 @@ from maelm_fast.paper.grids import Grid
 from maelm_fast.paper.sweep import Model, Run, Sweep, estimate, make_model, make_sweep, read_done, run_sweep
 from maelm_fast.paper.sweep_plot import draw
 from maelm_fast.paper.sweep_report import average, best_json, find_best, write_tables
-from maelm_fast.training.ledger import Ledger
+from maelm_fast.stop import Stopped
+from maelm_fast.work import Ledger
 from tests.finetuning import toys
 from tests.waiting import HANG, wait_until
 
@@ -258,11 +260,12 @@ def test_time_is_estimated_from_finished_runs_of_the_same_kind(tmp_path: Path, m
     def stops(sweep: Sweep, run: Run, *_: Any) -> dict[str, Any]:
         if run.search.data.task.name == "cola":
             os.kill(os.getpid(), signal.SIGTERM)
-            raise module.Stopped(3)
+            raise Stopped(3)
         return result(run, value(run))
 
     monkeypatch.setattr(module, "_train", stops)
-    assert not run_sweep(sweep, tmp_path)
+    with pytest.raises(Stopped):
+        run_sweep(sweep, tmp_path)
     assert len(titles(tmp_path)) == 12
     seconds, unknown = estimate(sweep, read_done(tmp_path))
     assert unknown == 36, "nothing is known of CoLA"
@@ -279,12 +282,16 @@ def slowly(out: Path, rows: int, processes: int) -> None:
         while len(Ledger(out).rows()) >= rows or len(by_process(out)) < processes:
             time.sleep(0.005)
             if stop():
-                raise module.Stopped(1)
+                raise Stopped(1)
         return stand_in(sweep, run)
 
     module._train = slow  # type: ignore[assignment]
-    module._POLL_SECONDS = 0.02
-    os._exit(0 if run_sweep(small(tasks=("sst2",), seeds=1), out) else 3)
+    work._POLL_SECONDS = 0.02
+    try:
+        run_sweep(small(tasks=("sst2",), seeds=1), out)
+    except Stopped as stopped:
+        os._exit(int(str(stopped.code)))
+    os._exit(0)
 
 
 def start(out: Path, rows: int = 99, processes: int = 1) -> Any:
@@ -307,7 +314,7 @@ def begun(out: Path) -> Counter[str]:
     return Counter(line.split()[1] for line in (out / "begun").read_text().splitlines())
 
 
-@pytest.mark.parametrize(("end", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 3)])
+@pytest.mark.parametrize(("end", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
 def test_ended_in_the_middle_and_gone_on(end: signal.Signals, code: int, tmp_path: Path) -> None:
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     process = start(cut, rows=3)
@@ -342,8 +349,9 @@ def still_starting(*_: Any) -> None:
 def test_a_stop_while_workers_start_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fork = multiprocessing.get_context("fork")
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: fork)
-    monkeypatch.setattr(module, "_worker", still_starting)
-    assert not run_sweep(small(), tmp_path, workers=2)
+    monkeypatch.setattr(work, "_process", still_starting)
+    with pytest.raises(Stopped):
+        run_sweep(small(), tmp_path, workers=2)
 
 
 def test_bad_plans() -> None:
@@ -362,14 +370,18 @@ def test_gpus_are_taken_as_the_user_shows_them(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert module._gpus(small()) == ["0", "1", "2"]
+    assert work._gpus() == ["0", "1", "2"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    assert module._gpus(small()) == ["5", "7"]
+    assert work._gpus() == ["5", "7"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,2,-1,4")
-    assert module._gpus(small()) == ["5", "7", "2"]
+    assert work._gpus() == ["5", "7", "2"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    assert module._gpus(small(base=FinetuneConfig(device="cpu"))) == []
-    with module._environment({"CUDA_VISIBLE_DEVICES": "7", "MAELM_NOT_SET": "x"}):
+    asked: list[Any] = []
+    monkeypatch.setattr(module, "work", lambda *_, gpus, **__: asked.append(gpus))
+    for device in ("cpu", "auto"):
+        run_sweep(small(base=FinetuneConfig(device=device)), Path("nowhere"))  # type: ignore[arg-type]
+    assert asked == [False, True]
+    with work._environment({"CUDA_VISIBLE_DEVICES": "7", "MAELM_NOT_SET": "x"}):
         assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["MAELM_NOT_SET"]) == ("7", "x")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "5,7"
     assert "MAELM_NOT_SET" not in os.environ
@@ -377,7 +389,7 @@ def test_gpus_are_taken_as_the_user_shows_them(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_run_is_what_train_gives_also_when_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from maelm_fast.finetuning.encoders import load_encoder
-    from maelm_fast.finetuning.problem import make_problem
+    from maelm_fast.finetuning.job import make_problem
     from maelm_fast.finetuning.run import train
 
     model = make_model("toy", str(toys.make_run(tmp_path / "run")))
@@ -405,10 +417,11 @@ def test_a_run_is_what_train_gives_also_when_it_was_stopped(tmp_path: Path, monk
         return train(problem, encoder, config, **{**options, "stop": stop})
 
     monkeypatch.setattr(module, "train", sometimes)
-    assert not run_sweep(sweep, tmp_path / "out")
+    with pytest.raises(Stopped):
+        run_sweep(sweep, tmp_path / "out")
     assert titles(tmp_path / "out") == []
     assert [path.name for path in (tmp_path / "out" / "states").iterdir()] == [sweep.runs[0].key]
-    assert run_sweep(sweep, tmp_path / "out")
+    run_sweep(sweep, tmp_path / "out")
     assert list((tmp_path / "out" / "states").iterdir()) == []
     assert len(made) == 2, "tokenised once by each call, for all cells and seeds"
 

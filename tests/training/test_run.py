@@ -42,9 +42,16 @@ def config(**sections: dict[str, Any]) -> RunConfig:
         presets.get("tiny"),
         model={"hidden_size": 32, "num_heads": 2, "ffn_size": 64, "num_layers": 2, "dropout": 0.1},
         optim={"batch_size": 12, "max_steps": 8, "warmup_steps": 2, "lr": 3e-3},
-        runtime={"micro_batch_size": 5, "log_every": 1, "eval_every": 3, "eval_samples": 20, "save_every": 2,
-                 "device": "cpu", "precision": "fp32"},
-    )  # fmt: skip
+        runtime={
+            "micro_batch_size": 5,
+            "log_every": 1,
+            "eval_every": 3,
+            "eval_samples": 20,
+            "save_every": 2,
+            "device": "cpu",
+            "precision": "fp32",
+        },
+    )
     return replace(presets.change(small, **sections), seed=SEED)
 
 
@@ -278,11 +285,11 @@ def start(store: Path, out: Path, after: int, workers: int = 0) -> subprocess.Po
     return child
 
 
-def release(child: subprocess.Popen[str], out: Path) -> str:
-    """What it printed when it has ended well."""
+def release(child: subprocess.Popen[str], out: Path, code: int = 0) -> str:
+    """What it printed when it has ended, with that exit status."""
     out.with_suffix(".go").touch()
     output, _ = child.communicate(timeout=HANG)
-    assert child.returncode == 0, output
+    assert child.returncode == code, output
     return output
 
 
@@ -300,7 +307,7 @@ def test_sigkill_and_sigterm_leave_a_run_that_goes_on_bit_for_bit(
         killed.communicate()
     asked = start(store, cut, after=2)
     asked.send_signal(signal.SIGTERM)
-    output = release(asked, cut)
+    output = release(asked, cut, code=143)
     assert "going on from step 4\n" in output
     assert "SIGTERM: saved at step 7;" in output
     pretrain("tiny", config(), str(store), str(cut))
@@ -584,8 +591,13 @@ def test_init_from_a_run(store: Path, whole: Path, tmp_path: Path) -> None:
     end_loss = [r for r in rows(whole) if r["kind"] == "validation"][-1]["val_loss"]
     assert start_loss == pytest.approx(end_loss, rel=1e-5)
     other = tmp_path / "roberta"  # the encoder carries over to another objective, the decoder does not
-    pretrain("roberta_tiny", replace(asked, model=replace(asked.model, decoder="none", decoder_relative_bias=False)),
-             str(store), str(other), initial)  # fmt: skip
+    pretrain(
+        "roberta_tiny",
+        replace(asked, model=replace(asked.model, decoder="none", decoder_relative_bias=False)),
+        str(store),
+        str(other),
+        initial,
+    )
     assert torch.allclose(final_weights(other)["encoder.token_table"], final_weights(whole)["encoder.token_table"])
 
 

@@ -29,9 +29,10 @@ from maelm_fast.paper.figures import draw
 from maelm_fast.paper.plan import Cell, Plan, make_plan
 from maelm_fast.paper.report import FIGURE, report
 from maelm_fast.paper.results import Results
-from maelm_fast.paper.run import Stopped, is_store, manifests, place_data, run_dir, run_plan, store_path
+from maelm_fast.paper.run import is_store, manifests, place_data, run_dir, run_plan, store_path
+from maelm_fast.stop import Stopped
 from maelm_fast.training.files import write_text
-from maelm_fast.training.ledger import Ledger, lock
+from maelm_fast.work import Ledger, lock
 
 REPORT_FILE = "REPORT.md"
 
@@ -47,7 +48,7 @@ EXAMPLES = """
 class Options:
     """A figure or table of the paper: pretraining, measurements, report. Its plan and cost are shown first.
 
-    Exit code: 0, also when stopped by SIGTERM or SIGINT; 1 if a run failed; 2 for bad input."""
+    Exit code: 0; 1 if a run failed; 2 for bad input; 143 or 130 if stopped by SIGTERM or SIGINT."""
 
     scale: str = option(help="; ".join(f"{name}: {make().about}" for name, make in scales.SCALES.items()))
     data: str | None = None
@@ -96,16 +97,16 @@ def main(name: str, argv: list[str]) -> int:
             print(f"\nonly planned: scale {scale.name} starts when --run is given")
         return 0
 
-    stopped = False
+    stopped = None
     try:
         run_plan(plan, out)
-    except Stopped:
-        stopped = True
+    except Stopped as stop:
+        stopped = stop
     results = Results(plan, Ledger(out))
     _write(results, out)
-    if stopped:
+    if stopped is not None:
         print(f"stopped with {len(results.unfinished())} of {len(plan.runs)} runs unfinished; the same command goes on")
-        return 0
+        raise stopped
     return 1 if results.errors() else 0
 
 

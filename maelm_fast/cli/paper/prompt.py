@@ -20,7 +20,6 @@ from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, read_task
 from maelm_fast.finetuning.metrics import require_scikit_learn
-from maelm_fast.finetuning.run import Stopped
 from maelm_fast.finetuning.tasks import Task
 from maelm_fast.paper.printed import TABLE_7
 from maelm_fast.paper.prompting.fewshot import (
@@ -36,7 +35,7 @@ from maelm_fast.paper.prompting.run import MODES, Mode, Plan, Question, check, e
 from maelm_fast.paper.prompting.templates import TEMPLATES, template_for
 from maelm_fast.paper.prompting.tokens import Prompts, label_ids, shown
 from maelm_fast.paper.sweep_report import PrintedRow
-from maelm_fast.training.stop import StopSignals
+from maelm_fast.stop import Stopped
 
 EXAMPLES = """
     maelm-fast paper prompt sst2 mrpc --model runs/base --data glue/ --out prompts
@@ -52,7 +51,7 @@ class Options:
     training, or after training on a few examples per label; and, to compare, a classification head on the encoder with
     the same few examples. Table 7 of the paper; templates and settings of Gao et al. (2021).
 
-    Exit code: 0, also when stopped by SIGTERM or SIGINT; 2 for bad input."""
+    Exit code: 0; 2 for bad input; 143 or 130 if stopped by SIGTERM or SIGINT."""
 
     tasks: tuple[str, ...] = option(
         (), positional=True, metavar="TASK", help=f"Of {', '.join(TEMPLATES)}; 'glue' is all of them."
@@ -113,18 +112,16 @@ def main(argv: list[str]) -> int:
         return 0
     about = check(plan)
     out, printed = options.out, {mode: _printed(mode) for mode in plan.modes}
-    busy, stopped = 0, False
-    with StopSignals() as signals:
-        try:
-            busy = run_plan(plan, out, _progress(), stop=lambda: signals.received is not None)
-        except Stopped:
-            stopped = True
+    stopped = None
+    try:
+        run_plan(plan, out, _progress())
+    except Stopped as stop:
+        stopped = stop
     print("\n" + write_report(plan, out, about, printed) + "\n")
     print(f"{out / REPORT}, {out / DATA}")
-    if stopped:
+    if stopped is not None:
         print("stopped; the same command goes on")
-    if busy:
-        print(f"{busy} of {len(plan.units)} units are another process's; run the same command when it is done")
+        raise stopped
     return 0
 
 

@@ -26,6 +26,7 @@ from maelm_fast.paper import grids, printed
 from maelm_fast.paper.sweep import Model, Sweep, estimate, make_model, make_sweep, read_done, run_sweep
 from maelm_fast.paper.sweep_plot import PICTURE, draw
 from maelm_fast.paper.sweep_report import GLUE, REPORT, RUNS, write_tables
+from maelm_fast.stop import Stopped
 
 PAPER = {"base": (printed.TABLE_1, 0), "base++": (printed.TABLE_1, 1), "large++": (printed.TABLE_6, 0)}
 
@@ -44,7 +45,7 @@ class Options:
     """Fine-tune every cell of a grid with several seeds, and report each task's best cell by the median over seeds on
     the development set. Several of these commands may share one --out, say one per GPU (CUDA_VISIBLE_DEVICES).
 
-    Exit code: 0, also when stopped by SIGTERM or SIGINT; 1 if a run failed; 2 for bad input."""
+    Exit code: 0; 1 if a run failed; 2 for bad input; 143 or 130 if stopped by SIGTERM or SIGINT."""
 
     tasks: tuple[str, ...] = option(
         (), positional=True, metavar="TASK", help=f"Of {', '.join(TASKS)}; 'glue' is all of GLUE's eight."
@@ -93,18 +94,21 @@ def main(argv: list[str]) -> int:
     references = {search.data.task.name: baselines(search.data) for search in sweep.searches}
     places = {search.data.task.name: _data_options(search.data.task, options, own) for search in sweep.searches}
     tables = partial(write_tables, printed=rows, baselines=references, data_options=places)
+    stopped = None
     try:
-        to_the_end = run_sweep(sweep, out, options.workers, tables)
+        run_sweep(sweep, out, options.workers, tables)
+    except Stopped as stop:
+        stopped = stop
     finally:
         if out.exists():
             tables(sweep, out)
     if (out / REPORT).exists():  # not if it was stopped before anything began
         _finish(sweep, out)
     done = read_done(out)
-    if not to_the_end:
+    if stopped is not None:
         left = len(done.unfinished(sweep))
         print(f"stopped with {left} of {len(sweep.runs)} runs unfinished; the same command goes on")
-        return 0
+        raise stopped
     if failed := [run for run in sweep.runs if run.key in done.errors]:
         print(f"{len(failed)} of {len(sweep.runs)} runs failed; the same command tries them again")
         return 1

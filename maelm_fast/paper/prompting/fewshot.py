@@ -27,6 +27,7 @@ from maelm_fast.finetuning.problem import Problem
 from maelm_fast.finetuning.run import Watch, train
 from maelm_fast.paper.prompting.masked_lm import MaskedLm
 from maelm_fast.paper.prompting.templates import POLES
+from maelm_fast.stop import Stop
 
 SPLIT_SEEDS = (13, 21, 42, 87, 100)
 GRID_LRS = (1e-5, 2e-5, 5e-5)
@@ -109,7 +110,7 @@ def few_shot(
     *,
     watch: Watch | None = None,
     resume: Path | None = None,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Stop = lambda: None,
 ) -> tuple[dict[str, Any], nn.Module]:
     """Trains on the seed's draw at every learning rate and batch size. Returns what was found, and the model that the
     development examples prefer (of equals the first).

@@ -23,7 +23,7 @@ from maelm_fast.paper.prompting.templates import TEMPLATES
 from maelm_fast.paper.sweep import Model
 from maelm_fast.paper.sweep_report import GLUE, PrintedRow
 from maelm_fast.training.files import write_json, write_text
-from maelm_fast.training.ledger import Ledger, lock
+from maelm_fast.work import Ledger, lock
 
 REPORT, DATA = "PROMPTS.md", "prompts.json"
 HEADINGS: dict[Mode, str] = {

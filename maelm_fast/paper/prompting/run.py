@@ -1,7 +1,6 @@
 """Table 7 for any models and tasks: planned as units, each finished by itself and written down.
 
-OUT/ledger.jsonl   a row per finished unit: a model, a task, a mode and, unless it is zero-shot, a draw
-OUT/locks/         a lock per unit, held while it is worked on: several processes can share a directory
+OUT/ledger.jsonl   a row per finished unit: a model, a task, a mode and, unless it is zero-shot, a draw (work.py)
 OUT/states/        where the training in hand goes on from
 OUT/predictions/   a file per unit, a row per test example
 OUT/prompts.json, OUT/PROMPTS.md   (report.py)
@@ -11,13 +10,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 
+from maelm_fast import work as queue
 from maelm_fast.config import require, to_dict
 from maelm_fast.data.order import subset
 from maelm_fast.errors import UserError
@@ -26,16 +25,16 @@ from maelm_fast.finetuning.encoders import Engine, TextEncoder, load_encoder
 from maelm_fast.finetuning.examples import Examples, TaskData
 from maelm_fast.finetuning.fingerprint import data_fingerprint, deciding, digest
 from maelm_fast.finetuning.problem import SentenceProblem
-from maelm_fast.finetuning.run import Stopped, Watch, device_of
+from maelm_fast.finetuning.run import Watch, device_of
 from maelm_fast.paper.prompting.cloze import ClozeProblem
 from maelm_fast.paper.prompting.fewshot import FewShotConfig, draw, few_shot
 from maelm_fast.paper.prompting.masked_lm import MaskedLm, load_masked_lm
 from maelm_fast.paper.prompting.templates import Template
 from maelm_fast.paper.prompting.tokens import label_ids, shown
 from maelm_fast.paper.sweep import Model
+from maelm_fast.stop import Stop, StopSignals
 from maelm_fast.training.files import write_text
 from maelm_fast.training.hardware import device_name
-from maelm_fast.training.ledger import Ledger, lock
 from maelm_fast.training.rundir import RunDir
 
 STAGE = "prompting"
@@ -94,7 +93,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Unit:
+class Unit(queue.Unit):
     plan: Plan = field(repr=False)
     model: Model
     question: Question
@@ -120,6 +119,14 @@ class Unit:
         if self.mode != "head":
             decides += [self.question.template.text, self.question.template.words]
         return digest(science, *decides)
+
+    @property
+    def identity(self) -> queue.Identity:
+        return self.key, STAGE, self.config
+
+    @property
+    def title(self) -> str:
+        return self.key
 
     @property
     def predictions(self) -> str:
@@ -158,32 +165,11 @@ def check(plan: Plan) -> dict[str, dict[str, Any]]:
     return found
 
 
-def run_plan(plan: Plan, out: Path, watch: Watch | None = None, stop: Callable[[], bool] = lambda: False) -> int:
-    """Works on every unit that is not finished. Returns how many another process is working on.
+def run_plan(plan: Plan, out: Path, watch: Watch | None = None) -> None:
+    """Works until every unit is finished, by this process or another.
 
-    Raises Stopped when asked to, UserError if a unit fails; what was finished before stays finished."""
-    ledger, busy, units = Ledger(out), 0, plan.units
-    worker = Worker(plan, out, watch, stop)
-    for number, unit in enumerate(units, 1):
-        with lock(out / "locks" / f"{unit.config}.lock") as ours:
-            if not ours:
-                busy += 1
-                continue
-            if ledger.result(unit.key, STAGE, unit.config) is not None:
-                continue
-            if stop():
-                raise Stopped(0)
-            print(f"[{number}/{len(units)}] {unit.key}", flush=True)
-            started = time.perf_counter()
-            result, predictions = worker.work(unit)
-            result["seconds"] = time.perf_counter() - started
-            _write(out / "predictions" / unit.predictions, predictions)
-            ledger.append({"key": unit.key, "stage": STAGE, "config": unit.config, "result": result})
-            values = ", ".join(
-                f"{split} {row[unit.question.data.task.metric]:.1f}" for split, row in result["test"].items()
-            )
-            print(f"[{number}/{len(units)}] {values}, {result['seconds']:.0f} s", flush=True)
-    return busy
+    Raises Stopped after SIGTERM or SIGINT, UserError if a unit fails; what was finished before stays finished."""
+    queue.work(plan.units, Worker(plan, out, watch), out, keep_going=False)
 
 
 def _write(path: Path, predictions: list[dict[str, Any]]) -> None:
@@ -194,16 +180,28 @@ def _write(path: Path, predictions: list[dict[str, Any]]) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}; the same command goes on") from None
 
 
-class Worker:
+class Worker(queue.Worker[Unit]):
     """Keeps the model and the tokenised test of the last unit, which the next one mostly shares."""
 
-    def __init__(self, plan: Plan, out: Path, watch: Watch | None, stop: Callable[[], bool]) -> None:
-        self.plan, self.out, self.watch, self.stop = plan, out, watch, stop
+    def __init__(self, plan: Plan, out: Path, watch: Watch | None = None) -> None:
+        self.plan, self.out, self.watch = plan, out, watch
         self.encoder: tuple[Any, TextEncoder | MaskedLm] | None = None
         self.test: tuple[Any, SentenceProblem] | None = None
         self.device, self.precision = device_of(plan.base)
 
-    def work(self, unit: Unit) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def do(self, unit: Unit, stop: StopSignals) -> dict[str, Any]:
+        started = time.perf_counter()
+        result, predictions = self.work(unit, stop)
+        result["seconds"] = time.perf_counter() - started
+        _write(self.out / "predictions" / unit.predictions, predictions)
+        return result
+
+    def after(self, unit: Unit, row: dict[str, Any]) -> str:
+        result, metric = row["result"], unit.question.data.task.metric
+        values = ", ".join(f"{split} {found[metric]:.1f}" for split, found in result["test"].items())
+        return f"{values}, {result['seconds']:.0f} s"
+
+    def work(self, unit: Unit, stop: Stop) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """(what the ledger keeps, predictions)."""
         plan, data = self.plan, unit.question.data
         encoder = self._encoder(unit)
@@ -226,7 +224,7 @@ class Worker:
         else:
             found, model = few_shot(
                 data, encoder, make, plan.few, plan.base, unit.seed,
-                watch=self.watch, resume=self.out / "states" / unit.config, stop=self.stop,
+                watch=self.watch, resume=self.out / "states" / unit.config, stop=stop,
             )  # fmt: skip
             result |= found
         evaluation = test.evaluate(model, self.device, self.precision)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from maelm_fast.training.stop import StopSignals
+from maelm_fast.stop import Stopped, StopSignals
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -37,3 +37,22 @@ def test_outside_the_main_thread_signals_are_left_alone() -> None:
     thread.start()
     thread.join()
     assert received == [(None, before)]
+
+
+def test_who_waits_outside_is_told_too() -> None:
+    with StopSignals() as outer:
+        with StopSignals() as inner:
+            signal.raise_signal(signal.SIGTERM)
+        assert inner() == outer() == signal.SIGTERM
+
+
+@pytest.mark.parametrize(("received", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (True, 143)])
+def test_a_stop_that_nobody_catches_ends_the_program_as_its_signal_would(
+    received: signal.Signals | bool, code: int
+) -> None:
+    stopped = Stopped(1234, received)
+    assert str(stopped) == f"{signal.Signals(code - 128).name}: stopped at step 1,234"
+    with pytest.raises(SystemExit) as ended:
+        raise stopped
+    assert ended.value.code == code
+    assert not isinstance(stopped, Exception), "it is no failure of the work in hand"
