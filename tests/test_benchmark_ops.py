@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import attention, ops
-from maelm_fast import native
+from maelm_fast.ops import registration
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_ops_go_on_without_who_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_attention_says_in_a_line_that_ours_cannot_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(native, "has", lambda op, device: False)
+    monkeypatch.setattr(registration, "_compiled", set())
     assert attention.main(["--device", "cpu", "--cases", "kept", "--sequences", "1"]) == 2
     error = capsys.readouterr().err
     assert "error: attention: backend 'native' cannot run: " in error

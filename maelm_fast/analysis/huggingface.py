@@ -58,7 +58,7 @@ def load_encoder(path: str | Path, device: torch.device) -> HuggingFaceEncoder:
     try:
         import transformers
     except ImportError:
-        raise UserError('Hugging Face checkpoints need transformers: pip install "maelm_fast[hf]"') from None
+        raise UserError("Hugging Face checkpoints need transformers: pip install transformers") from None
     _check_directory(path)
     options = {"local_files_only": True, "trust_remote_code": False}
     with quiet():

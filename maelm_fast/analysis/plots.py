@@ -33,7 +33,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise UserError('plots need matplotlib: pip install "maelm_fast[plot]"') from None
+        raise UserError("plots need matplotlib: pip install matplotlib") from None
 
 
 @dataclass

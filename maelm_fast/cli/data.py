@@ -55,6 +55,8 @@ def _prepare(argv: list[str]) -> int:
     config: PrepareConfig = parse(
         "data prepare", argv, PrepareConfig, examples=PREPARE_EXAMPLES, change=PREPARE_CHANGES
     )
+    both = bool(config.validation_inputs) and config.validation != PrepareConfig.validation
+    require(not both, "--validation is a share of the inputs, --validation-inputs names others: remove one of the two")
     manifest = prepare(config, log=lambda line: print(line, file=sys.stderr, flush=True))
     print(_table(manifest))
     print(f"store: {config.out}")

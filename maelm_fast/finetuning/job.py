@@ -255,6 +255,7 @@ def _record(origin: Origin, data: TaskData, config: FinetuneConfig, seeds: Seque
 def _check_out(out: Path, record: dict[str, Any]) -> None:
     """A job may only be gone on with as it was started."""
     file = out / CONFIG_FILE
+    require(not out.is_file(), f"{out} is a file; choose another --out")
     if not file.exists():
         empty = not out.exists() or not any(path.name != ".lock" for path in out.iterdir())
         require(empty, f"{out} exists, is not empty and is not a fine-tuning job; choose another --out")

@@ -138,7 +138,7 @@ def test_a_task_of_ones_own(runs: dict[str, Path], data: Path, tmp_path: Path) -
     ("options", "message"),
     [
         (["sst2"], "--out is needed"),
-        (["--out", "x"], "name a task: sst2"),
+        (["--out", "x"], "name a task, one of"),
         (["squad_v2", "--out", "x"], "squad_v2 is no prompting task"),
         (["sst3", "--out", "x"], "unknown task 'sst3'"),
         (["sst2", "stsb", "--out", "x", "--template", "{1} {mask}"], "--template is for one task"),

@@ -99,16 +99,14 @@ def test_the_commands_of_the_report_are_commands(place: Path, tmp_path: Path) ->
     text = (tmp_path / "out" / "SWEEP.md").read_text()
     assert "Cells: toy 1 of 2." in text
     words = next(line for line in text.splitlines() if line.startswith("maelm-fast finetune")).split()
-    from maelm_fast.cli.finetune import parse
+    from maelm_fast.cli.finetune import parsed
 
-    options = parse(words[2:])
+    options, own, config = parsed(words[2:])
     entry = json.loads((tmp_path / "out" / "best.json").read_text())["results"][0]
     fields = {**entry["config"], "betas": tuple(entry["config"]["betas"])}
-    assert {name: getattr(options["config"], name) for name in fields} == fields
-    assert options["data"] == str(place / "data")
-    assert options["model"] == str(place / "mae")
-    assert options["step"] == 5
-    assert (options["task"], options["text_columns"], options["label_column"]) == ("classification", "a", "y")
+    assert {name: getattr(config, name) for name in fields} == fields
+    assert (options.data, options.model, options.step) == (str(place / "data"), str(place / "mae"), 5)
+    assert (own.task, own.text_columns, own.label_column) == ("classification", "a", "y")
 
 
 def test_the_papers_rows_stand_beside(place: Path, tmp_path: Path) -> None:
@@ -171,9 +169,9 @@ def test_a_failed_run_is_exit_code_1(
         ("sst2 --data {p}/data --grid quick --out {o} --model {p}/data", "neither a run directory"),
         ("sst2 --data {p}/data --grid quick --out {o} --random-init {p}/mae@5", "random weights have no step"),
         ("sst2 --data {p}/data --grid quick --out {o} --model {p}/mae", "has no field 'sentence'"),
-        ("sst2 --task regression --data {p} --grid quick --out {o} --model {p}/mae", "exclude each other"),
+        ("sst2 --task regression --data {p} --grid quick --out {o} --model {p}/mae", "'sst2' and --task regression"),
         ("sst2 --data {p} {p}/data --grid quick --out {o} --model {p}/mae", "has a folder sst2"),
-        ("--task regression --data {p} --grid quick --out {o} --model {p}/mae", "--label-column"),
+        ("--task regression --data {p} --grid quick --out {o} --model {p}/mae", "needs --text-columns"),
         ("sst2 cola --train x.tsv --data {p} --grid quick --out {o} --model {p}/mae", "name one task"),
         ("{own} --data {p}/data --grid quick --out {o} --model {p}/mae --seeds 0", "--seeds must be"),
         ("{own} --data {p}/data --grid quick --out {o} --model {p}/mae --budget 0", "--budget must be"),

@@ -237,7 +237,7 @@ def test_a_plan_is_shown_and_nothing_written(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("fig2 --scale smoke", "unknown experiment 'fig2'"),
+        ("fig2 --scale smoke", "unknown command 'fig2', did you mean 'fig1'?"),
         ("fig1 --scale tiny", "unknown scale 'tiny'"),
         ("fig1", "--scale"),
         ("fig1 --scale smoke --seeds 0", "--seeds must be at least 1"),

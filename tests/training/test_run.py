@@ -250,7 +250,7 @@ import time
 from pathlib import Path
 if __name__ == "__main__":  # loader processes read this file too
     sys.path.insert(0, {tests!r})
-    from test_run import config
+    from tests.training.test_run import config
     from maelm_fast.model.maelm import MaeLm
     from maelm_fast.training.job import pretrain
     forward, calls = MaeLm.forward, []
@@ -269,7 +269,7 @@ if __name__ == "__main__":  # loader processes read this file too
 def start(store: Path, out: Path, after: int, workers: int = 0) -> subprocess.Popen[str]:
     """A run in a process of its own, which is held in the middle of an update, `after` updates of its own behind it,
     until `release`."""
-    code = CHILD.format(tests=str(Path(__file__).parent), store=str(store), out=str(out), after=after, workers=workers)
+    code = CHILD.format(tests=str(Path(__file__).parents[2]), store=str(store), out=str(out), after=after, workers=workers)
     script = out.with_suffix(".py")  # a file, since spawned workers import the main module
     script.write_text(code)
     held = out.with_suffix(".held")

@@ -42,7 +42,6 @@ EXAMPLES = """
     maelm-fast paper prompt sst2 --model runs/base --data glue/ --show 3
     maelm-fast paper prompt glue --model runs/base --model runs/roberta_base --data glue/ --out prompts --mode zero-shot
 """
-MAIN = "task text_columns label_column".split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +102,7 @@ class Options:
 
 
 def main(argv: list[str]) -> int:
-    options, own = parse("paper prompt", argv, Options, TaskOptions, examples=EXAMPLES, main=MAIN)
+    options, own = parse("paper prompt", argv, Options, TaskOptions, examples=EXAMPLES)
     require(bool(options.show) or options.out is not None, "--out is needed: a directory for results")
     require_scikit_learn()
     plan = _plan(options, own)

@@ -37,7 +37,6 @@ EXAMPLES = """
         --workers 2 --out sweeps/glue
     maelm-fast paper sweep glue --model runs/base --data glue/ --grid paper-base --out sweeps/glue --plan
 """
-MAIN = "task text_columns label_column".split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +63,10 @@ class Options:
     """Ledger and reports; sweeps in one directory share runs."""
     seeds: int = 5
     """Each cell with seeds 0 to N-1; the paper's are 5."""
-    budget: int | None = None
+    budget: int | None = option(None, more=True)
     """A fixed pseudo-random subset of so many cells of each task's grid."""
     workers: int = 1
-    """Processes on this machine: each sees one GPU, in turn, or has its share of the CPU threads."""
+    """Processes, each with one GPU in turn, or its share of the CPU threads."""
     limit: int | None = option(None, more=True)
     """Training examples per task: a fixed pseudo-random subset."""
     engine: Literal["auto", "packed", "transformers"] = option("auto", more=True)
@@ -84,7 +83,7 @@ class Options:
 
 
 def main(argv: list[str]) -> int:
-    options, own = parse("paper sweep", argv, Options, TaskOptions, examples=EXAMPLES, main=MAIN)
+    options, own = parse("paper sweep", argv, Options, TaskOptions, examples=EXAMPLES)
     sweep = _sweep(options, own)
     out = options.out
     print("\n".join(_planned(sweep, out)), flush=True)
