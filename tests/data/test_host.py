@@ -313,7 +313,7 @@ print(faults() - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
-def test_freed_memory_is_kept() -> None:
+def test_a_process_keeps_freed_memory() -> None:
     """The same large blocks step after step: new pages each time, or the same ones.
 
     Blocks above 32 MiB, because glibc keeps smaller ones by itself once it has seen a few freed.
