@@ -337,7 +337,6 @@ def test_kernel(reach: int, p: float, dtype: torch.dtype) -> None:
 
 
 @kernel
-<<<<<<< HEAD
 @pytest.mark.parametrize("p", [0.0, 0.2])
 def test_kernel_where_a_program_walks_through_several_query_tiles(monkeypatch: pytest.MonkeyPatch, p: float) -> None:
     """It adds to the same cells of the bias's gradient again. The tiles are those of the device under test."""
@@ -353,11 +352,7 @@ def test_kernel_where_a_program_walks_through_several_query_tiles(monkeypatch: p
 
 
 @kernel
-@pytest.mark.parametrize("p", [0.0, 0.2])
-@pytest.mark.parametrize("reach", [0, 11, 127])
-=======
 @pytest.mark.parametrize(("reach", "p"), [(0, 0.2), (11, 0.0), (127, 0.2)])
->>>>>>> tests
 def test_kernel_with_other_keys(reach: int, p: float) -> None:
     """Queries of a subset, sequences without queries and without keys."""
     check_kernel(gapped([3, 40, 0, 17, 4]), gapped([70, 0, 7, 90, 1], seed=1), reach, torch.bfloat16, p)
