@@ -112,7 +112,7 @@ def test_a_cuda_graph_computes_the_same_updates() -> None:
 
 def test_a_graph_outlives_the_cache_of_its_tiles() -> None:
     pytest.importorskip("triton")
-    from maelm_fast.kernels.attention import tile_list
+    from maelm_fast.kernels.attention_tiles import tile_list
 
     layout = AttentionLayout(layout_of([70, 30]).to("cuda"))
     x = torch.randn(100, 2, 64, device="cuda", dtype=torch.bfloat16)

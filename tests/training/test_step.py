@@ -129,19 +129,22 @@ def narrow_config() -> RunConfig:
 
 
 def test_bf16_updates_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autocast as on a GPU, every op's kernel, interpreted: the numbers of plain PyTorch's update."""
+    """Autocast as on a GPU, every op's kernel, interpreted: the numbers of plain PyTorch's update, which are not those
+    of fp32."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     config = narrow_config()
     numbers = []
-    for backends in (KERNELS, dict.fromkeys(OPS, "reference")):
+    plain = dict.fromkeys(OPS, "reference")
+    for backends, precision in ((KERNELS, "bf16"), (plain, "bf16"), (plain, "fp32")):
         torch.manual_seed(0)
         model = MaeLm(config.model).train()
-        step = TrainStep(model, build_optimizer(model, config.optim), 1.0, "bf16")
+        step = TrainStep(model, build_optimizer(model, config.optim), 1.0, precision)
         with ops.backends(**backends):
             rows = [step([batch_of(n, (9, 5), model.encoder_sees_mask)], torch.tensor([n]), LR) for n in range(2)]
         numbers.append(torch.stack(rows))
     torch.testing.assert_close(numbers[0][:, 0], numbers[1][:, 0], rtol=2e-2, atol=0)
     torch.testing.assert_close(numbers[0][:, 2], numbers[1][:, 2], rtol=1e-1, atol=0)
+    assert (numbers[1][:, [0, 2]] != numbers[2][:, [0, 2]]).all()
 
 
 def test_one_compilation_serves_all_updates_of_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
