@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "maelm_fast"
 LEAVES = {"errors", "config", "batch", "masking", "philox", "native", "stop", "work"}
+BELOW = LEAVES | {"presets", "model", "data", "training", "ops", "export", "text", "encoders"}
 MAY_IMPORT = {
     "errors": set(),
     "config": {"errors"},
@@ -25,11 +26,13 @@ MAY_IMPORT = {
     "model": LEAVES | {"ops"},
     "data": LEAVES | {"ops"},
     "training": LEAVES | {"presets", "model", "data", "ops"},
-    "analysis": LEAVES | {"presets", "model", "data", "training", "ops"},
+    "text": LEAVES | {"data"},
+    "encoders": LEAVES | {"presets", "model", "data", "training", "ops", "export", "text"},
+    "analysis": BELOW,
     "export": LEAVES | {"presets", "model", "data", "training", "ops"},
-    "finetuning": LEAVES | {"presets", "model", "data", "training", "ops", "analysis", "export"},
-    "paper": LEAVES | {"presets", "model", "data", "training", "ops", "analysis", "export", "finetuning"},
-    "cli": LEAVES | {"presets", "model", "data", "training", "analysis", "export", "finetuning", "paper", "ops"},
+    "finetuning": BELOW | {"analysis"},
+    "paper": BELOW | {"analysis", "finetuning"},
+    "cli": BELOW | {"analysis", "finetuning", "paper"},
 }
 STANDS_ALONE = (
     PACKAGE / "export" / "modeling_maelm.py"
@@ -143,6 +146,7 @@ ONCE = {
     "lock": "work.py",
     "Ledger": "work.py",
     "a file lock": "work.py",
+    "load_encoder": "encoders.py",
     "skipped_in_a_row += ": "training/loop.py",
 }
 """Ideas that once stood in several rooms, and their one place: classes and functions, and what else is looked for."""

@@ -26,9 +26,10 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from maelm_fast.config import require
+from maelm_fast.encoders import Engine, TextEncoder, load_encoder
 from maelm_fast.errors import UserError
+from maelm_fast.export.library import require_transformers
 from maelm_fast.finetuning.config import FinetuneConfig
-from maelm_fast.finetuning.encoders import Engine, TextEncoder, load_encoder, require_transformers
 from maelm_fast.finetuning.examples import TaskData
 from maelm_fast.finetuning.fingerprint import data_fingerprint, deciding, digest, model_fingerprint, resolve_step
 from maelm_fast.finetuning.metrics import baselines

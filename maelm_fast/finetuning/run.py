@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from maelm_fast.config import OptimConfig, RuntimeConfig, require, to_dict
+from maelm_fast.encoders import TextEncoder
 from maelm_fast.finetuning.batches import update_order
 from maelm_fast.finetuning.config import FinetuneConfig
-from maelm_fast.finetuning.encoders import TextEncoder
 from maelm_fast.finetuning.fingerprint import deciding
 from maelm_fast.finetuning.problem import Evaluation, Problem, autocast
 from maelm_fast.philox import fold_seed

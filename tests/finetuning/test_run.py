@@ -470,8 +470,8 @@ def test_transformers_engine_learns_the_same(tmp_path: Path) -> None:
     """The same weights through transformers' MPNet, padded: the same curve up to rounding. (RoBERTa has a token type
     row to train besides.)"""
     pytest.importorskip("transformers")
+    from maelm_fast.encoders import load_encoder
     from maelm_fast.export.huggingface import export
-    from maelm_fast.finetuning.encoders import load_encoder
     from maelm_fast.training.rundir import load_run
 
     run = toys.make_run(tmp_path / "run")
