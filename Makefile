@@ -3,18 +3,21 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+RESULTS ?= benchmarks/results
 SOURCES := $(wildcard csrc/*/*)
 
-.PHONY: help setup demo test lint types budget unit test-slow gpu gpu-list bench bench-save bench-compare report clean
+.PHONY: help setup demo test quick lint types budget unit test-slow emulate gpu gpu-gate gpu-headline gpu-attention gpu-rest gpu-list bench bench-save bench-compare report clean
 
 help:
 	@echo "make demo       pretrain a small encoder on text found on this machine, and look at it (a few minutes)"
 	@echo "make test       lint, types, the kernels compiled for sm_80 and sm_90, and the tests"
+	@echo "make quick      the tests of ops, data, model and training without kernels and kills, in a minute"
 	@echo "make lint | types | budget | unit | test-slow | bench | clean"
+	@echo "make emulate    every Triton kernel as an A100 runs it, instruction by instruction on the CPU, and checked"
 	@echo "make report     the tables of the READMEs, written from benchmarks/results/"
 	@echo "make bench-save | bench-compare   the ops and the host code now, and against what was saved"
-	@echo "make gpu        the extension built in place, GPU tests and benchmarks, with the Python in PYTHON and nothing installed"
-	@echo "make gpu-list   what make gpu would run, with every case of the attention benchmark"
+	@echo "make gpu        GPU tests and benchmarks with the Python in PYTHON and nothing installed, rows into RESULTS; its parts"
+	@echo "                are gpu-gate | gpu-headline | gpu-attention | gpu-rest; make gpu-list says what they run"
 
 setup: $(STAMP)
 
@@ -44,9 +47,19 @@ budget: setup
 unit: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
+# By names, so that nobody keeps a list: what interprets or compiles, or starts and kills processes, takes the time.
+QUICK := not triton and not kernel and not flex and not compil and not opcheck and not process and not kill
+
+quick: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -k "$(QUICK)" tests/ops tests/data tests/model tests/training
+
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
 	$(BIN)/python -m benchmarks.kernel_budget --all
+
+emulate: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.emulation.plugin tests/emulation tests/ops tests/training/test_step.py \
+		-k "emulation or triton or kernel or feed_forward"
 
 bench: setup
 	$(BIN)/python -m benchmarks.ops --device cpu
@@ -61,23 +74,12 @@ bench-save: setup
 bench-compare: setup
 	$(BIN)/python -m pytest benchmarks/bench_ops.py --benchmark-compare --benchmark-compare-fail=median:10%
 
-# Most of the GPU tests' time is the compilation of kernels: side by side where pytest-xdist is there.
-XDIST = $(shell $(PYTHON) -c 'import importlib.util as u; print("-n 8 --dist=worksteal" if u.find_spec("xdist") else "")')
-
-# The machine's own packages, whatever they are: what is missing is skipped with its name.
-gpu:
-	TORCH_CUDA_ARCH_LIST=$$($(PYTHON) -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())') \
-		MAELM_BUILD_EXT=auto $(PYTHON) setup.py --quiet build_ext --inplace
-	PYTHONPATH=. $(PYTHON) -m pytest -rs -m "not slow" $(XDIST) tests/test_gpu.py tests/ops
-	PYTHONPATH=. $(PYTHON) -m benchmarks.ops --device cuda --dtype bf16 --sequences 256 --out benchmarks/results/ops_cuda.jsonl
-	PYTHONPATH=. $(PYTHON) -m benchmarks.attention --device cuda --out benchmarks/results/attention_cuda.jsonl
-	PYTHONPATH=. $(PYTHON) -m benchmarks.ceilings --device cuda --batch 256 --out benchmarks/results/ceilings_cuda.jsonl
-	PYTHONPATH=. $(PYTHON) -m benchmarks.train_step --device cuda --batch 64 --rounds 3 --out benchmarks/results/train_step_cuda.jsonl
+# The machine's own packages, whatever they are: what is missing is skipped with its name. make gpu RESULTS=FOLDER
+gpu gpu-gate gpu-headline gpu-attention gpu-rest:
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu $(filter-out gpu,$(@:gpu-%=%)) --results $(RESULTS)
 
 gpu-list:
-	@$(MAKE) --no-print-directory --dry-run gpu
-	@PYTHONPATH=. $(PYTHON) -m benchmarks.attention --device cuda --list
-	@PYTHONPATH=. $(PYTHON) -m benchmarks.train_step --device cuda --batch 64 --list
+	@PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --list --results $(RESULTS)
 
 clean:
 	rm -rf .venv build dist *.egg-info demo-run maelm_fast/*.so

@@ -1,7 +1,7 @@
 """Builds maelm_fast._host (csrc/host: C++, no torch) and maelm_fast._C (csrc/ops: torch's stable ABI, C++ and CUDA).
 
 MAELM_BUILD_EXT is the only switch. auto: what can be built here (CUDA if there is a toolkit and torch is built for it);
-a part that fails is left out with a warning. cpu, cuda: that, or an error. 0: nothing.
+a part that fails is left out with a warning, and the other one is built. cpu, cuda: both, or an error. 0: nothing.
 """
 
 import os
@@ -10,13 +10,13 @@ import sys
 from glob import glob
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 MODE = os.environ.get("MAELM_BUILD_EXT", "auto")
 FLAGS = ["-O3", "-std=c++17", "-DTORCH_TARGET_VERSION=0x020a000000000000"]  # the stable ABI of torch 2.10
-AUTO = {"language": "c++", "optional": MODE == "auto"}
-LEFT_OUT = "warning: the compiled torch ops (maelm_fast._C) are left out:"
+EVERY = {"language": "c++", "optional": MODE == "auto", "depends": glob("csrc/**/*.h", recursive=True)}
+LEFT_OUT = "warning: maelm_fast.{} is left out: {}"
 MODE in ("auto", "0", "cpu", "cuda") or sys.exit(f"MAELM_BUILD_EXT is '{MODE}'; it may be auto, 0, cpu or cuda")
 
 
@@ -26,12 +26,11 @@ def toolkit():  # an nvcc on PATH may be a wrapper outside its toolkit
     return next((str(r) for r in roots if all(Path(r, n).exists() for n in needed)), None)
 
 
-def host():
+def host():  # _host and the command that builds it, or ImportError
     import pybind11
 
     flags = {"include_dirs": [pybind11.get_include()], "extra_compile_args": [*FLAGS, "-fvisibility=hidden"]}
-    sources, headers = sorted(glob("csrc/host/*.cpp")), glob("csrc/*.h") + glob("csrc/host/*.h")
-    return Extension("maelm_fast._host", sources, depends=headers, **flags, **AUTO)
+    return Extension("maelm_fast._host", sorted(glob("csrc/host/*.cpp")), **flags, **EVERY), build_ext
 
 
 def ops():  # _C and the command that builds it, or RuntimeError with the reason it cannot be built
@@ -54,7 +53,7 @@ def ops():  # _C and the command that builds it, or RuntimeError with the reason
             except Exception as error:  # torch's CUDA and the toolkit's may not match
                 if MODE != "auto":
                     raise
-                print(LEFT_OUT, error, file=sys.stderr)
+                print(LEFT_OUT.format("_C", error), file=sys.stderr)
                 self.extensions = [e for e in self.extensions if e.name == "maelm_fast._host"]
                 build_ext.build_extensions(self)
 
@@ -63,22 +62,18 @@ def ops():  # _C and the command that builds it, or RuntimeError with the reason
     flags = {"cxx": [*FLAGS, *wide], "nvcc": [*FLAGS, "-DUSE_CUDA"]}
     sources = sorted(glob("csrc/ops/*.cpp") + (glob("csrc/ops/*.cu") if cuda else []))
     make = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
-    options = {
-        "depends": glob("csrc/*.h") + glob("csrc/ops/*.h"),
-        "extra_compile_args": flags,
-        "py_limited_api": True,
-        **AUTO,
-    }
-    return make("maelm_fast._C", sources, **options), Build
+    return make("maelm_fast._C", sources, extra_compile_args=flags, py_limited_api=True, **EVERY), Build
 
 
 extensions, command = [], build_ext
-try:
-    if MODE != "0":
-        extensions = [host()]
-        *extensions, command = *extensions, *ops()
-except (ImportError, RuntimeError) as error:
-    reason = f"{error}; install it, then pip install --no-build-isolation" if isinstance(error, ImportError) else error
-    MODE == "auto" or sys.exit(f"MAELM_BUILD_EXT={MODE}: {reason}")
-    print(LEFT_OUT, reason, file=sys.stderr)
+for name, part in {"_host": host, "_C": ops}.items() if MODE != "0" else ():
+    try:
+        extension, command = part()
+        extensions.append(extension)
+    except (ImportError, RuntimeError) as error:
+        remedy = "; install it, then pip install --no-build-isolation" if isinstance(error, ImportError) else ""
+        MODE == "auto" or sys.exit(f"MAELM_BUILD_EXT={MODE}: {error}{remedy}")
+        print(LEFT_OUT.format(name, f"{error}{remedy}"), file=sys.stderr)
+if "build_ext" in sys.argv:  # it needs nothing of pyproject.toml, whose license an old setuptools refuses
+    Distribution.parse_config_files = lambda *_, **__: None
 setup(ext_modules=extensions, cmdclass={"build_ext": command})

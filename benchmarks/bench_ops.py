@@ -66,7 +66,7 @@ def test_mask_and_pack_on_the_host(benchmark: Any) -> None:
     ids = list(np.random.default_rng(0).integers(5, 32767, (32, 512)).astype(np.uint16))
     epochs = np.zeros_like(samples)
     benchmark.group = "host"
-    benchmark(pack, ids, samples, epochs, MaskingConfig(), vocabulary, 0, False)
+    benchmark(pack, ids, samples, epochs, Masker(MaskingConfig(), vocabulary, 0, False))
 
 
 def test_best_fit_of_20000_documents(benchmark: Any) -> None:

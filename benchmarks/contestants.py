@@ -2,7 +2,8 @@
 
 A contestant's name is a preset's, or a peer's (PEERS), with `_compiled` behind it if torch.compile gets the whole
 model: base, roberta_base_compiled, hf, hf_compiled, modernbert, padded. Its step is forward, backward, clip, fused
-AdamW, on the same batch, for all of them.
+AdamW, on the same batch, for all of them. A preset's may also be what a run makes of it: `_accumulated`, an update of
+MICRO_BATCHES micro-batches, and `_graph`, an update recorded as one CUDA graph.
 
 Tokens are original tokens: visible and masked, no pads. FLOPs are those of the real tokens and of what the model's
 class computes for them: pads count nothing, a head that scores every position counts at every position.
@@ -13,9 +14,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -39,17 +40,28 @@ from maelm_fast.data.masking import pack
 from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.flops import training_flops
 from maelm_fast.model.maelm import MaeLm
-from maelm_fast.training.step import apply_gradients
+from maelm_fast.training.step import GraphedStep, TrainStep, apply_gradients
 
 PEERS = {
-    "hf": "Hugging Face RobertaForMaskedLM of the same dimensions",
+    "hf": "Hugging Face RobertaForMaskedLM of the same dimensions, as it comes: sdpa attention",
+    "hf_eager": "the same with eager attention",
+    "hf_flash": "the same with flash_attention_2",
     "modernbert": "Hugging Face ModernBertForMaskedLM, ModernBERT-base: another architecture",
     "padded": "MAE-LM computed as the released code computes it, with our weights",
 }
-SEES_MASK = ("hf", "modernbert")
-CLIP_NORM = 2.0
-STEPS_PER_TURN = {"cpu": 1, "cuda": 10}
+ATTENTION = {"hf": "sdpa", "hf_eager": "eager", "hf_flash": "flash_attention_2"}
+SEES_MASK = (*ATTENTION, "modernbert")
+GRAPH, ACCUMULATED = "_graph", "_accumulated"
+MICRO_BATCHES = 8
+CLIP_NORM, LR = 2.0, 1e-4
+STEPS_PER_TURN = {"cpu": 1, "cuda": 4}
 SHORTEST = 8  # tokens of a document
+
+
+def split(name: str) -> tuple[str, str]:
+    """A contestant's preset or peer, and what is behind its name, or nothing."""
+    variant = next((v for v in (COMPILED, GRAPH, ACCUMULATED) if name.endswith(v)), "")
+    return name.removesuffix(variant), variant
 
 
 @dataclass(frozen=True)
@@ -78,9 +90,15 @@ class Settings:
 
     def model_config(self, name: str) -> ModelConfig:
         """UserError on a name that no contestant has, and if the sequences are too long for its position table."""
-        kind = name.removesuffix(COMPILED)
+        kind, variant = split(name)
+        require(variant in ("", COMPILED) or kind not in PEERS, f"{name}: {variant} is for presets")
+        require(
+            variant != ACCUMULATED or self.batch % MICRO_BATCHES == 0,
+            f"{name} needs a multiple of {MICRO_BATCHES} sequences, not {self.batch}",
+        )
+        require(variant != GRAPH or self.device == "cuda", f"{name} needs a GPU")
         config = modernbert_base() if kind == "modernbert" else presets.get(self.shape if kind in PEERS else kind)
-        if kind == "hf":
+        if kind in ATTENTION:
             config = presets.as_roberta(config)
         masking = config.masking
         require(
@@ -150,8 +168,8 @@ class Contestant:
 
     def __init__(self, name: str, settings: Settings) -> None:
         self.name, self.settings = name, settings
-        self.kind = name.removesuffix(COMPILED)
-        self.compiled = name != self.kind
+        self.kind, variant = split(name)
+        self.compiled = variant == COMPILED
         self.config = settings.model_config(name)
         self.autocast = partial(torch.autocast, settings.device, torch.bfloat16, enabled=settings.precision == "bf16")
         torch.manual_seed(0)
@@ -174,11 +192,27 @@ class Contestant:
         )
         self.flops = model_flops(self.kind, self.config, self.batch)
         self.parameters = list(self.model.parameters())
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, fused=True)
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=LR, fused=True)
+        self.whole: TrainStep | GraphedStep | None = None
+        """The update, where it has no parts."""
+        if variant in (GRAPH, ACCUMULATED):
+            self.whole = TrainStep(cast(MaeLm, self.model), self.optimizer, CLIP_NORM, settings.precision)
+            self._seeds = torch.arange(1 if variant == GRAPH else MICRO_BATCHES, device=settings.device)
+            self._micro_batches = self._cut(len(self._seeds))
+        if self.whole is not None and variant == GRAPH:
+            self.whole = GraphedStep(self.whole)
+
+    def _cut(self, count: int) -> list[PackedBatch]:
+        """The batch as so many micro-batches."""
+        size = self.settings.batch // count
+        settings, masked = replace(self.settings, batch=size), sees_mask(self.kind, self.config)
+        parts = [self._ids[start : start + size] for start in range(0, self.settings.batch, size)]
+        batches = [settings.packed_from(ids, self.config.vocab_size, masked, epoch=0) for ids in parts]
+        return [batch.to(settings.device) for batch in batches]
 
     def _peer(self) -> nn.Module:
-        if self.kind == "hf":
-            return hugging_face_roberta(self.config)
+        if self.kind in ATTENTION:
+            return hugging_face_roberta(self.config, ATTENTION[self.kind])
         if self.kind == "modernbert":
             return modernbert(self.config, self.settings.device)
         return PaddedMaeLm(MaeLm(self.config))
@@ -225,10 +259,17 @@ class Contestant:
         self.optimizer.zero_grad(set_to_none=True)
 
     def step(self) -> Tensor:
+        if self.whole is not None:
+            return self.whole(self._micro_batches, self._seeds, LR)[0]
         loss = self.forward()
         loss.backward()
         self.update()
         return loss.detach()
+
+    @property
+    def steps_of_a_turn(self) -> int:
+        """With those outside the clock."""
+        return STEPS_PER_TURN[self.settings.device] + (self.settings.device == "cuda")
 
     def turn(self) -> tuple[float, float]:
         """Seconds per step and CPU seconds per step."""
@@ -239,6 +280,7 @@ class Contestant:
 
     def _turn(self, steps: int) -> float:
         if self.settings.device == "cuda":
+            self.step()  # in memory that the allocator may hold in the pieces of the contestant before
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             for _ in range(steps):

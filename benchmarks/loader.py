@@ -5,7 +5,7 @@
 
 1. A synthetic store of each mode and size is written under --scratch, one at a time, and deleted, whatever happens.
    full: every sample has 512 tokens. document: documents of log-normal length, in lines, cut as `data prepare` does.
-2. Each store has a fresh process of one thread. Gate: an update must equal, bit for bit, what NumPy's reference makes
+2. Each store has a fresh process of one thread. Gate: an update must equal, bit for bit, what the reference makes
    of the same samples, or nothing is timed.
 3. In that process: updates of the paper's size, masks drawn on the host or left to the device, the cases taking turns.
    Then with loader processes, one case after another: updates as they arrive, pinned where there is a GPU.
@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +133,17 @@ def measured(path: Path, name: str, setting: Setting) -> list[dict[str, Any]]:
     store = TokenStore.open(path)
     manifest, split = store.manifest, store.manifest.splits["train"]
     common = {
-        "store": name, "mode": manifest.sample_mode, "store_bytes": sum(shard.bytes for shard in split.shards),
-        "samples": split.samples, "tokens": split.tokens, "seq_len": manifest.seq_len, "batch": setting.batch,
-        "implementation": "NumPy" if native.host() is None else "C++", "rounds": setting.rounds,
+        "store": name,
+        "mode": manifest.sample_mode,
+        "store_bytes": sum(shard.bytes for shard in split.shards),
+        "samples": split.samples,
+        "tokens": split.tokens,
+        "seq_len": manifest.seq_len,
+        "batch": setting.batch,
+        "implementation": "Python" if native.host() is None else "C++",
+        "rounds": setting.rounds,
         "updates_a_round": setting.updates,
-    }  # fmt: skip
+    }
     made = {case: setting.batches(store, *case) for case in setting.cases()}
     rows = []
     if 0 in setting.workers:
@@ -149,11 +155,9 @@ def measured(path: Path, name: str, setting: Setting) -> list[dict[str, Any]]:
         rows.append({"case": case, "workers": workers, **with_workers(made[case], workers, setting), **resident()})
     filled = {case: fill(batches) for case, batches in made.items()}
     return [
-        common
-        | {"masks": row["case"][0], "micro_batch": row["case"][1], "fill": filled[row.pop("case")]}
-        | row
+        common | {"masks": row["case"][0], "micro_batch": row["case"][1], "fill": filled[row.pop("case")]} | row
         for row in rows
-    ]  # fmt: skip
+    ]
 
 
 def gate(path: Path, setting: Setting) -> None:
@@ -172,7 +176,7 @@ def gate(path: Path, setting: Setting) -> None:
         for b in {0, count - 1} if same else ():
             here = np.flatnonzero(bins == b)
             rows = [sequences[i] for i in here]
-            expected = pack_plain(rows, samples[here], epochs[here], on_host.masker)
+            expected = pack_plain(rows, samples[here], epochs[here], replace(on_host.masker, seed=SEED))
             same &= _same(packed[b], expected) and bool(np.array_equal(ragged[b].ids, np.concatenate(rows)))  # type: ignore[union-attr]
         if not same:
             raise SystemExit("gate: the loader's micro-batches are not the reference's; nothing is timed")
@@ -200,10 +204,15 @@ def alone_in_turns(contestants: Sequence[TrainingBatches], setting: Setting) -> 
     rows = []
     for turns in taken:
         by_clock, by_cpu, faults_of = zip(*turns, strict=True)
-        rows.append({
-            "tokens_per_s": quartiles(by_clock), "tokens_per_s_per_core": quartiles(by_clock),
-            "tokens_per_cpu_s": quartiles(by_cpu), "major_faults": sum(faults_of), "pinned": False,
-        })  # fmt: skip
+        rows.append(
+            {
+                "tokens_per_s": quartiles(by_clock),
+                "tokens_per_s_per_core": quartiles(by_clock),
+                "tokens_per_cpu_s": quartiles(by_cpu),
+                "major_faults": sum(faults_of),
+                "pinned": False,
+            }
+        )
     return rows
 
 
@@ -220,9 +229,13 @@ def with_workers(batches: TrainingBatches, workers: int, setting: Setting) -> di
         tokens = sum(map(original, itertools.islice(updates, setting.updates)))
         speeds.append(tokens / (time.perf_counter() - began))
     return {
-        "tokens_per_s": quartiles(speeds), "tokens_per_s_per_core": quartiles([s / workers for s in speeds]),
-        "tokens_per_cpu_s": None, "major_faults": None, "pinned": pinned, "time": None,
-    }  # fmt: skip
+        "tokens_per_s": quartiles(speeds),
+        "tokens_per_s_per_core": quartiles([s / workers for s in speeds]),
+        "tokens_per_cpu_s": None,
+        "major_faults": None,
+        "pinned": pinned,
+        "time": None,
+    }
 
 
 def original(update: Update) -> int:
@@ -246,10 +259,12 @@ def fill(batches: TrainingBatches) -> dict[str, float]:
         fitted.append(count * budget)
         fitted_but_last.append((int(lengths[bins < count - 1].sum()), (count - 1) * budget))
     return {
-        "all": _share(sum(tokens), sum(room)), "but_last": _share(*map(sum, zip(*but_last, strict=True))),
-        "even": _share(sum(tokens), sum(even)), "best_fit": _share(sum(tokens), sum(fitted)),
+        "all": _share(sum(tokens), sum(room)),
+        "but_last": _share(*map(sum, zip(*but_last, strict=True))),
+        "even": _share(sum(tokens), sum(even)),
+        "best_fit": _share(sum(tokens), sum(fitted)),
         "best_fit_but_last": _share(*map(sum, zip(*fitted_but_last, strict=True))),
-    }  # fmt: skip
+    }
 
 
 def _share(part: int, whole: int) -> float:
@@ -362,8 +377,10 @@ def run(options: argparse.Namespace) -> None:
     setting = Setting(options.batch, micro_batches, workers, options.updates, options.rounds)
     torch.set_num_threads(1)
     machine = environment("cuda" if torch.cuda.is_available() else "cpu")
-    print(f"{machine['device']}, one thread a process, load {machine['load']}, torch {machine['torch']}, "
-          f"commit {machine['commit']}")  # fmt: skip
+    print(
+        f"{machine['device']}, one thread a process, load {machine['load']}, torch {machine['torch']}, "
+        f"commit {machine['commit']}"
+    )
     print(f"updates of {setting.batch} samples, {setting.updates} a round, {setting.rounds} rounds\n{HEADING}")
     if options.store is not None:
         TokenStore.open(options.store)  # says here what is wrong with it
@@ -372,8 +389,10 @@ def run(options: argparse.Namespace) -> None:
         results = itertools.chain.from_iterable(synthetic_rows(options.scratch, modes, size, setting) for size in sizes)
     for rows in results:
         first = rows[0]
-        print(f"{first['mode']}, {first['store_bytes'] / 1e6:,.0f} MB, {first['samples']:,} samples of on average "
-              f"{first['tokens'] / first['samples']:.0f} tokens, {first['implementation']}")  # fmt: skip
+        print(
+            f"{first['mode']}, {first['store_bytes'] / 1e6:,.0f} MB, {first['samples']:,} samples of on average "
+            f"{first['tokens'] / first['samples']:.0f} tokens, {first['implementation']}"
+        )
         print(table(rows), flush=True)
         if options.out:
             append_rows(options.out, (machine | row for row in rows))

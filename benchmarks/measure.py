@@ -3,6 +3,8 @@ files that are only appended to."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import platform
@@ -10,8 +12,10 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,6 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from maelm_fast.errors import UserError
 
 GATE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}  # relative L2 distance from plain PyTorch
 TURN_SECONDS = 0.03  # a turn repeats its call until it takes at least this long
@@ -55,16 +61,46 @@ def _timed_cuda(call: Call, count: int = 5) -> float:
     return float(statistics.median(start.elapsed_time(end) for start, end in events)) / 1000
 
 
-def turns(calls: Sequence[Call], device: str, rounds: int) -> list[list[float]]:
-    """Seconds of each call in each round, the calls taking turns."""
-    for call in calls:
-        for _ in range(3):
-            call()
+def turns(calls: Sequence[Call], device: str, rounds: int, failed: dict[int, str] | None = None) -> list[list[float]]:
+    """Seconds of each call in each round, the calls taking turns. failed: takes the reason why a call failed, by its
+    number; such a call has no further turn, and the others go on. None: the error is raised."""
     taken: list[list[float]] = [[] for _ in calls]
+    for index, call in enumerate(calls):
+        with _noted(failed, index):
+            for _ in range(3):
+                call()
     for _ in range(rounds):
-        for seconds, call in zip(taken, calls, strict=True):
-            seconds.append(timed(call, device))
+        for index, call in enumerate(calls):
+            if failed is None or index not in failed:
+                with _noted(failed, index):
+                    taken[index].append(timed(call, device))
     return taken
+
+
+@contextlib.contextmanager
+def _noted(failed: dict[int, str] | None, index: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if failed is None:
+            raise
+        failed[index] = reason(error)
+
+
+class Failed(Exception):
+    """Its text is the reason that a row shall have."""
+
+
+def reason(error: Exception) -> str:
+    """Why something did not run, in a line, for its row; the traceback of what nobody expects goes to stderr."""
+    if isinstance(error, Failed):
+        return str(error)
+    text = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"out of memory: {text}"
+    if not isinstance(error, ImportError | UserError):
+        traceback.print_exception(error)
+    return f"{type(error).__name__}: {text}"
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
@@ -97,10 +133,55 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(function, *arguments).result()
 
 
+class Apart:
+    """Calls in one other process, started at the first. Whatever a call does to it, to its GPU's state too, ours goes
+    on: an error is Failed, with its reason, and after one that leaves the process unusable there is a new one."""
+
+    def __init__(self) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        self._pool = self._pool or ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        try:
+            result, why, usable = self._pool.submit(_result, function, arguments).result()
+        except BrokenProcessPool:
+            result, why, usable = None, "its process died", False
+        if not usable:
+            self.close()
+        if why is not None:
+            raise Failed(why)
+        return result
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._pool = None
+
+
+def _result(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, str | None, bool]:
+    """What it returned, or why it failed; and whether this process is still good for another call."""
+    try:
+        return function(*arguments), None, True
+    except Exception as error:
+        return None, reason(error), not isinstance(error, torch.AcceleratorError)
+    finally:
+        release()
+
+
+def release() -> None:
+    """Gives back the GPU memory of what nothing refers to any more."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Each row is in the file before the next one is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
 
 
 def _cpu_model() -> str:

@@ -41,12 +41,15 @@ def modernbert_base() -> RunConfig:
     return change(base(), model={**dimensions, "decoder": "none", "relative_bias": "none"})
 
 
-def hugging_face_roberta(config: ModelConfig) -> nn.Module:
-    """RobertaForMaskedLM of our dimensions and dropout; our relative bias has no counterpart in it."""
+def hugging_face_roberta(config: ModelConfig, attention: str = "sdpa") -> nn.Module:
+    """RobertaForMaskedLM of our dimensions and dropout; our relative bias has no counterpart in it. attention: sdpa,
+    which it takes by itself, eager, or flash_attention_2; ImportError where that is not installed."""
     from transformers import RobertaConfig, RobertaForMaskedLM
 
+    options: Any = {"attn_implementation": attention}
     return RobertaForMaskedLM(
         RobertaConfig(
+            **options,
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             num_hidden_layers=config.num_layers,

@@ -94,17 +94,31 @@ class Entry:
 def _embed_inputs(s: Setting) -> Inputs:
     batch = s.batch()
     return {
-        "ids": batch.ids, "positions": batch.visible.positions, "token_table": s.parameter(s.vocab, s.width),
-        "position_table": s.parameter(s.length, s.width), **s.norm(),
-        "seed": torch.tensor(7, device=s.device), "dtype": s.dtype,
-    }  # fmt: skip
+        "ids": batch.ids,
+        "positions": batch.visible.positions,
+        "token_table": s.parameter(s.vocab, s.width),
+        "position_table": s.parameter(s.length, s.width),
+        **s.norm(),
+        "seed": torch.tensor(7, device=s.device),
+        "dtype": s.dtype,
+    }
 
 
 def _embed(i: Inputs, backend: str | None) -> Tensor:
     return ops.embed_packed(
-        i["ids"], i["positions"], i["token_table"], i["position_table"], i["weight"], i["bias"], eps=EPS,
-        dropout_p=DROPOUT, seed=i["seed"], place=1, dtype=i["dtype"], backend=backend,
-    )  # fmt: skip
+        i["ids"],
+        i["positions"],
+        i["token_table"],
+        i["position_table"],
+        i["weight"],
+        i["bias"],
+        eps=EPS,
+        dropout_p=DROPOUT,
+        seed=i["seed"],
+        place=1,
+        dtype=i["dtype"],
+        backend=backend,
+    )
 
 
 def _embed_moved(s: Setting) -> tuple[int, int]:
@@ -116,59 +130,92 @@ def _embed_moved(s: Setting) -> tuple[int, int]:
 
 def _add_norm_inputs(s: Setting) -> Inputs:
     rows = (s.visible, s.width)
-    return {"x": s.activation(*rows), "residual": s.activation(*rows), **s.norm(),
-            "seed": torch.tensor(7, device=s.device)}  # fmt: skip
+    return {
+        "x": s.activation(*rows),
+        "residual": s.activation(*rows),
+        **s.norm(),
+        "seed": torch.tensor(7, device=s.device),
+    }
 
 
 def _add_norm(i: Inputs, backend: str | None) -> Tensor:
     return ops.add_norm(
-        i["x"], i["residual"], i["weight"], i["bias"], eps=EPS, dropout_p=DROPOUT, seed=i["seed"], place=1,
+        i["x"],
+        i["residual"],
+        i["weight"],
+        i["bias"],
+        eps=EPS,
+        dropout_p=DROPOUT,
+        seed=i["seed"],
+        place=1,
         backend=backend,
-    )  # fmt: skip
+    )
 
 
 def _feed_forward_inputs(s: Setting) -> Inputs:
-    return {"x": s.activation(s.visible, s.width), "weight_in": s.parameter(s.ffn, s.width).to(s.dtype),
-            "bias_in": s.parameter(s.ffn).to(s.dtype), "weight_out": s.parameter(s.width, s.ffn).to(s.dtype),
-            "bias_out": s.parameter(s.width).to(s.dtype)}  # fmt: skip
+    return {
+        "x": s.activation(s.visible, s.width),
+        "weight_in": s.parameter(s.ffn, s.width).to(s.dtype),
+        "bias_in": s.parameter(s.ffn).to(s.dtype),
+        "weight_out": s.parameter(s.width, s.ffn).to(s.dtype),
+        "bias_out": s.parameter(s.width).to(s.dtype),
+    }
 
 
 def _feed_forward(i: Inputs, backend: str | None) -> Tensor:
-    return ops.feed_forward(
-        i["x"], i["weight_in"], i["bias_in"], i["weight_out"], i["bias_out"], backend=backend
-    )  # fmt: skip
+    return ops.feed_forward(i["x"], i["weight_in"], i["bias_in"], i["weight_out"], i["bias_out"], backend=backend)
 
 
 def _scatter_inputs(s: Setting) -> Inputs:
     batch = s.batch()
-    return {"encoder_out": s.activation(s.visible, s.width), "source": batch.source,
-            "mask_embedding": s.parameter(s.width), "positions": batch.decoder.positions,
-            "position_table": s.parameter(s.length, s.width), **s.norm()}  # fmt: skip
+    return {
+        "encoder_out": s.activation(s.visible, s.width),
+        "source": batch.source,
+        "mask_embedding": s.parameter(s.width),
+        "positions": batch.decoder.positions,
+        "position_table": s.parameter(s.length, s.width),
+        **s.norm(),
+    }
 
 
 def _scatter(i: Inputs, backend: str | None) -> Tensor:
     return ops.scatter_to_decoder(
-        i["encoder_out"], i["source"], i["mask_embedding"], i["positions"], i["position_table"], i["weight"],
-        i["bias"], eps=EPS, backend=backend,
-    )  # fmt: skip
+        i["encoder_out"],
+        i["source"],
+        i["mask_embedding"],
+        i["positions"],
+        i["position_table"],
+        i["weight"],
+        i["bias"],
+        eps=EPS,
+        backend=backend,
+    )
 
 
 def _loss_inputs(s: Setting) -> Inputs:
-    return {"hidden": s.activation(s.masked, s.width), "table": s.parameter(s.vocab, s.width).to(s.dtype),
-            "bias": s.parameter(s.vocab), "labels": s.batch().labels, "vocab": s.vocab}  # fmt: skip
+    return {
+        "hidden": s.activation(s.masked, s.width),
+        "table": s.parameter(s.vocab, s.width),
+        "bias": s.parameter(s.vocab),
+        "labels": s.batch().labels,
+        "vocab": s.vocab,
+    }
 
 
 def _loss(i: Inputs, backend: str | None) -> Tensor:
-    return ops.masked_cross_entropy(
-        i["hidden"], i["table"], i["bias"], i["labels"], vocab_size=i["vocab"], backend=backend
-    )[0]
+    hidden = i["hidden"]
+    with torch.autocast(hidden.device.type, hidden.dtype, enabled=hidden.element_size() < 4):
+        return ops.masked_cross_entropy(
+            hidden, i["table"], i["bias"], i["labels"], vocab_size=i["vocab"], backend=backend
+        )[0]
 
 
 def _liger_loss(i: Inputs) -> Tensor:
     from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 
     module = LigerFusedLinearCrossEntropyLoss(reduction="sum")
-    loss: Tensor = module(i["table"], i["hidden"], i["labels"].long(), i["bias"].to(i["table"].dtype))
+    hidden = i["hidden"]
+    loss: Tensor = module(i["table"].to(hidden.dtype), hidden, i["labels"].long(), i["bias"].to(hidden.dtype))
     return loss
 
 
@@ -206,38 +253,61 @@ def t5_line(positions: int, std: float, device: str) -> Tensor:
 
 def _attention_inputs(s: Setting) -> Inputs:
     q, k, v = (s.activation(s.visible, s.heads, s.width // s.heads) for _ in range(3))
-    return {"q": q, "k": k, "v": v, "line": t5_line(s.length, 0.02, s.device), "positions": s.length,
-            "layout": AttentionLayout(s.batch().visible), "seed": torch.tensor(7, device=s.device)}  # fmt: skip
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "line": t5_line(s.length, 0.02, s.device),
+        "positions": s.length,
+        "layout": AttentionLayout(s.batch().visible),
+        "seed": torch.tensor(7, device=s.device),
+    }
 
 
 def _attention(i: Inputs, backend: str | None) -> Tensor:
     return ops.attention(
-        i["q"], i["k"], i["v"], i["layout"], PositionBias(i["line"], i["positions"]), dropout_p=DROPOUT,
-        seed=i["seed"], place=1, backend=backend,
-    )  # fmt: skip
+        i["q"],
+        i["k"],
+        i["v"],
+        i["layout"],
+        PositionBias(i["line"], i["positions"]),
+        dropout_p=DROPOUT,
+        seed=i["seed"],
+        place=1,
+        backend=backend,
+    )
 
 
 ENTRIES = {
     entry.name: entry
     for entry in (
         Entry(
-            "mask_and_pack", _pack_inputs, _pack, (),
+            "mask_and_pack",
+            _pack_inputs,
+            _pack,
+            (),
             lambda s: (4 * (s.slots + 2 * s.slots + 2 * s.visible + 2 * s.masked),) * 2,
             peers={"host, then copy": _pack_on_host},
         ),
         Entry("embed_packed", _embed_inputs, _embed, ("token_table", "position_table", "weight", "bias"), _embed_moved),
         Entry(
-            "add_norm", _add_norm_inputs, _add_norm, ("x", "residual", "weight", "bias"),
+            "add_norm",
+            _add_norm_inputs,
+            _add_norm,
+            ("x", "residual", "weight", "bias"),
             lambda s: (s.bytes(3 * s.visible), s.bytes(8 * s.visible)),  # forward x, r, y; backward dy, x, r, dx, dr
         ),
         Entry(
-            "scatter_to_decoder", _scatter_inputs, _scatter,
+            "scatter_to_decoder",
+            _scatter_inputs,
+            _scatter,
             ("encoder_out", "mask_embedding", "position_table", "weight", "bias"),
             lambda s: (s.bytes(s.visible + s.slots), s.bytes(3 * s.visible + 2 * s.slots)),
         ),
-        Entry("feed_forward", _feed_forward_inputs, _feed_forward,
-              ("x", "weight_in", "bias_in", "weight_out", "bias_out")),
+        Entry(
+            "feed_forward", _feed_forward_inputs, _feed_forward, ("x", "weight_in", "bias_in", "weight_out", "bias_out")
+        ),
         Entry("masked_cross_entropy", _loss_inputs, _loss, ("hidden", "table", "bias"), peers={"liger": _liger_loss}),
         Entry("attention", _attention_inputs, _attention, ("q", "k", "v", "line")),
     )
-}  # fmt: skip
+}

@@ -2,7 +2,7 @@
 
     python -m benchmarks.report                    # tables
     python -m benchmarks.report --plot FILE.png    # tokens/s and where a step's time goes, as a picture
-    python -m benchmarks.report --write            # the tables in README.md and benchmarks/README.md
+    python -m benchmarks.report --write            # the tables in the READMEs
     python -m benchmarks.report --check            # exit code 1 if --write would change them
 
 A table is made once, and printed as text or as markdown. In the READMEs only what stands between the lines
@@ -52,7 +52,11 @@ LABELS = {
     "base": "`base` (MAE-LM)",
     "base_cross": "`base_cross` (MAE-LM, cross-attention decoder)",
     "roberta_base": "`roberta_base` (same blocks, [MASK] in the encoder)",
+    "base_accumulated": "`base`, an update of 8 micro-batches",
+    "base_graph": "`base`, an update as one CUDA graph",
     "hf": "Hugging Face `RobertaForMaskedLM`",
+    "hf_eager": "Hugging Face `RobertaForMaskedLM`, eager attention",
+    "hf_flash": "Hugging Face `RobertaForMaskedLM`, flash attention",
     "modernbert": "Hugging Face `ModernBertForMaskedLM`",
     "padded": "MAE-LM padded, bias written out",
 }
@@ -61,11 +65,12 @@ TRAINERS = {
     "hf": "Hugging Face Trainer, batches padded to their longest",
     "hf_grouped": "Hugging Face Trainer, batches of like length",
 }
-PEERS = ("hf", "modernbert", "padded")
+PEERS = ("hf", "hf_eager", "hf_flash", "modernbert", "padded")
 OVER = ("hf", "hf_compiled", "padded", "roberta_base")  # whom the tables compare with
 REGIONS = {
     "README.md": ("headline",),
     "benchmarks/README.md": ("train_step", "finetune", "ops", "attention", "loader", "projection"),
+    "kernels/README.md": ("executed",),
 }
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 MORE = "Equal losses on equal weights come first; all settings: [benchmarks/](benchmarks/README.md)."
@@ -267,16 +272,20 @@ def attention_tables(rows: Sequence[Row]) -> Iterator[Table]:
                 judge = device.startswith(GPU) and case == "kept" and bias and contestant == "ours" and row
                 cells.append([
                     f"{case}, {tokens:,} tokens, {dtype}", f"{'bias' if bias else 'no bias'}, dropout {dropout:g}",
-                    contestant, *(spread(ms.get(phase)) for phase in ("fwd", "bwd", "fwd+bwd")),
+                    contestant, *(spread(ms.get(phase)) for phase in ("fwd", "bwd", "fwd+bwd", "once")),
                     f"{row['tflop_per_s']['median']:.3g}" if row else "-", spread(row["ratio"] if row else None),
                     attention_goals(both) if judge else "",
                 ])  # fmt: skip
         yardstick = next((row["yardstick"] for row in on_device if row["yardstick"]), "the yardstick")
-        header = ["case", "setting", "contestant", "fwd ms", "bwd ms", "fwd+bwd ms", "TFLOP/s", f"times {yardstick}",
-                  "goal"]  # fmt: skip
+        header = ["case", "setting", "contestant", "fwd ms", "bwd ms", "fwd+bwd ms", "once a step ms", "TFLOP/s",
+                  f"times {yardstick}", "goal"]  # fmt: skip
         notes = [f"{machines(on_device)}, {'; '.join(sorted({run(row) for row in on_device}))}; TFLOP/s and ratio of "
                  f"forward and backward together; median [quartiles]; `python -m benchmarks.attention --device "
                  f"{'cuda' if device.startswith(GPU) else 'cpu'}`."]  # fmt: skip
+        longest = {row["contestant"]: row["kernel"] for row in on_device if row.get("kernel")}
+        notes += [f"Most of the time: {', '.join(f'{who}: `{kernel}`' for who, kernel in longest.items())}."] * bool(
+            longest
+        )
         yield Table(f"Attention, {device}", header, cells, notes)
 
 
@@ -361,6 +370,29 @@ def finetune_tables(rows: Sequence[Row]) -> Iterator[Table]:
         yield Table(title, header, cells, notes)
 
 
+def executed_tables(rows: Sequence[Row]) -> Iterator[Table]:
+    """One table for all versions of Triton: counts of PTX, no times."""
+    case = ("kernel", "shape", "dropout", "bias", "unit")
+    newest = newest_rows(rows, ["triton", *case])
+    kinds = sorted({kind for row in newest for kind in row["instructions"]})
+    cells = []
+    for (kernel, shape, dropout, bias, unit), group in grouped(newest, *case).items():
+        name = f"{kernel}, {shape}{', bias' if bias else ''}{', dropout' if dropout else ''}, a {unit}"
+        for row in sorted(group, key=lambda row: row["triton"], reverse=True):
+            instructions = row["instructions"]
+            cells.append([
+                name, row["triton"], f"{sum(instructions.values()):.1f}",
+                *(number(instructions.get(kind), ".3g") for kind in kinds),
+                number(row["wavefronts"], ".2f"), number(row["sectors"], ".1f"),
+            ])  # fmt: skip
+    header = ["kernel, shape, unit", "Triton", "instructions", *kinds, "wavefronts over ideal", "sectors a request"]
+    if cells:
+        notes = ["Counts, not times: PTX instructions of a thread for each unit, sm_80, on a CPU; one sequence "
+                 f"of 435 visible tokens of 512, bf16; {'; '.join(sorted({run(row) for row in newest}))}; "
+                 "`python -m benchmarks.executed`."]  # fmt: skip
+        yield Table("", header, cells, notes)
+
+
 def tables(results: Results, region: str) -> list[Table]:
     """What belongs into a region; none if there is no row for it."""
     if region == "headline":
@@ -370,7 +402,7 @@ def tables(results: Results, region: str) -> list[Table]:
     rows = results.rows.get(region, [])
     makers = {
         "ops": ops_tables, "attention": attention_tables, "loader": loader_tables,
-        "projection": projection_tables, "finetune": finetune_tables,
+        "projection": projection_tables, "finetune": finetune_tables, "executed": executed_tables,
     }  # fmt: skip
     return list(makers[region](rows))
 
@@ -425,7 +457,8 @@ def report(options: argparse.Namespace) -> int:
             (options.root / name).write_text(text, encoding="utf-8")
             print(f"{name}: written")
     elif not options.plot:
-        blocks = [table.text() for region in REGIONS["benchmarks/README.md"] for table in tables(results, region)]
+        regions = [region for name in REGIONS if name != "README.md" for region in REGIONS[name]]
+        blocks = [table.text() for region in regions for table in tables(results, region)]
         blocks += [] if any(case.on_gpu for case in results.cases) else [NO_GPU]
         print("\n\n".join(blocks))
     print("\n".join(results.unused), end="\n" if results.unused else "", file=sys.stderr)

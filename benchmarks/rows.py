@@ -1,6 +1,7 @@
 """Reads the result files: every row is checked against what its benchmark writes; the newest of each setting count.
 
-A case is what one run of train_step measured in one setting. It counts whole, so that its ratios belong together.
+A case is what one run of train_step measured in one setting. It counts whole, so that its ratios belong together. Of a
+contestant the run's last row counts: the one before it was written in case the run is cut off.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from benchmarks.classes import CLASSES
 from maelm_fast.errors import UserError
 
 # a file is called FORMAT.jsonl or FORMAT_*.jsonl
-FORMATS = ("train_step", "ops", "attention", "loader", "scaling", "projection", "finetune")
+FORMATS = ("train_step", "ops", "attention", "loader", "scaling", "projection", "finetune", "executed")
 PHASES = ("data", "forward", "backward", "optimizer")
 SETTING = ("device", "precision", "batch", "seq", "rate", "lengths")  # of a case, with its dropout and bias
 GPU = "NVIDIA"  # what the name of every GPU begins with
@@ -82,7 +83,8 @@ TIMED: Mapping[str, Check] = {  # unless it was skipped
 }  # fmt: skip
 OTHERS: Mapping[str, Mapping[str, Check]] = {
     "ops": {
-        **MACHINE, "op": is_text, "phase": is_text, "contestant": is_text, "ms": is_quartiles, "ratio": is_quartiles,
+        **MACHINE, "op": is_text, "phase": is_text, "contestant": is_text, "ms": is_quartiles,
+        "ratio": or_null(is_quartiles),
     },
     "attention": {
         **MACHINE, "case": is_text, "bias": is_flag, "dropout": is_number,
@@ -104,6 +106,11 @@ OTHERS: Mapping[str, Mapping[str, Check]] = {
         "mean_length": is_number, "rounds": is_number, "metric": is_text, "contestant": is_text,
         "examples_per_s": is_quartiles, "ratios": by_name(is_quartiles),
         "results": lambda value: isinstance(value, list) and all(is_number(v) for v in value),
+    },
+    "executed": {
+        "date": is_date, "commit": is_text, "triton": is_text, "kernel": is_text, "shape": is_text, "dropout": is_flag,
+        "bias": is_flag, "unit": is_text, "instructions": by_name(is_number), "wavefronts": or_null(is_number),
+        "sectors": or_null(is_number),
     },
     "projection": {
         "date": is_date, "commit": is_text, "device": is_text, "model": is_text, "precision": is_text,
@@ -130,6 +137,11 @@ class Case:
         return {name: row for name, row in self.rows.items() if row["skipped"] is None}
 
     @property
+    def compared(self) -> bool:
+        """Whether the run came to the contestants' turns."""
+        return any(row["ratios"] for row in self.timed.values())
+
+    @property
     def on_gpu(self) -> bool:
         return bool(self.shared["device"].startswith(GPU))
 
@@ -152,8 +164,8 @@ class Case:
 
 @dataclass
 class Results:
-    """cases: the newest of each setting. rows: of the other formats, as they lie in the files. unused: what was not
-    read, and why."""
+    """cases: the newest of each setting, of those that were not cut off if there is one. rows: of the other formats, as
+    they lie in the files. unused: what was not read, and why."""
 
     cases: list[Case]
     rows: dict[str, list[Row]]
@@ -177,9 +189,12 @@ def read(root: Path) -> Results:
                 unused.append(f"{name}: {old} rows of an older format ignored")
         else:
             for where, row in read_lines(path, name):
+                if is_text(row.get("skipped")):  # so that nobody need try again; there is nothing to tabulate
+                    check(row, MACHINE, where)
+                    continue
                 check(row, OTHERS[format_], where)
                 others.setdefault(format_, []).append(row)
-    newest = {case.setting: case for case in sorted(cases, key=lambda case: when(case.shared))}
+    newest = {case.setting: case for case in sorted(cases, key=lambda case: (case.compared, when(case.shared)))}
     order = sorted(newest.values(), key=lambda c: (not c.on_gpu, c.shared["lengths"] != "full", c.setting))
     return Results(order, others, unused)
 
@@ -194,7 +209,7 @@ def read_cases(path: Path, name: str) -> tuple[list[Case], int]:
             continue
         check(row, TIMED if row.get("skipped") is None else CONTESTANT, where)
         case = cases.setdefault((row["date"], *(row[f] for f in SETTING)), Case())
-        if row["model"] in case.rows:
+        if row["model"] in case.rows and case.rows[row["model"]].get("rounds") == row.get("rounds"):
             raise UserError(f"{where}: a second row of {row['model']} in the run of {row['date']}; remove one")
         case.rows[row["model"]] = row
     return [case for case in cases.values() if case.timed], old

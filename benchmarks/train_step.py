@@ -3,19 +3,23 @@
     python -m benchmarks.train_step --list
     python -m benchmarks.train_step --models base --peers hf,hf_compiled,modernbert,padded --rates 0.15,0.3,0.4 --out F
 
-A case is one mask rate, one dropout, with or without relative bias, full sequences or documents. Of each:
+A case is one mask rate, one dropout, with or without relative bias, full sequences or documents. The contestants enter
+it one by one, in the order in which they are named:
 
-1. Gate: what computes the same must have the same loss on the same weights and batch: our RoBERTa and Hugging Face's,
-   ours and the padded one, a compiled model and the model itself. No timing otherwise.
-2. Memory: each contestant alone in a fresh process (CUDA: torch's peak; CPU: growth of the peak resident set).
-3. Time: the contestants take turns, A B C A B C ..., so that a slow minute of the machine hits all of them. A ratio is
-   the median of the rounds' ratios, not the ratio of medians. On a CPU the ratio of CPU seconds is given too: other
-   work on the machine disturbs it less than the clock.
-4. Parts: steps taken apart by the clock (data, forward, backward, optimizer), on a fresh batch each, on which a
+1. Gate (gates.py), in another process: who computes something else than it should is not timed.
+2. Memory: on a GPU torch's peak over what was held before; on a CPU the growth of the peak resident set of a process
+   that is the contestant's alone.
+3. Parts: steps taken apart by the clock (data, forward, backward, optimizer), on a fresh batch each, on which a
    compiled model must not be compiled again; then steps under the profiler, by class of kernel.
+4. On a GPU a warm-up turn, and a row with its speed: what is known should the run be cut off.
 
-What cannot run is skipped, with the reason. Every contestant trains on the same batch again and again while it is
-timed, which changes no timing; masks are drawn once, outside the clock.
+When all are in, they take turns, A B C A B C ..., so that a slow minute of the machine hits all of them, and each has
+its row. A ratio is the median of the rounds' ratios, not the ratio of medians. On a CPU the ratio of CPU seconds is
+given too: other work on the machine disturbs it less than the clock.
+
+Who cannot run, wherever it fails, has a row with the reason, and the others go on; the exit status is 1 if one of ours
+failed, or a gate. Every contestant trains on the same batch again and again while it is timed, which changes no timing;
+masks are drawn once, outside the clock.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
@@ -38,106 +42,42 @@ import torch
 import torch._dynamo.utils
 
 from benchmarks.classes import CLASSES
-from benchmarks.contestants import PEERS, STEPS_PER_TURN, Contestant, Settings, model_flops, sees_mask
-from benchmarks.measure import alone, append_rows, environment, quartiles, resident_bytes
-from benchmarks.padded import PaddedMaeLm, padded_inputs
-from benchmarks.peers import copy_weights, hugging_face_inputs, hugging_face_roberta
+from benchmarks.contestants import (
+    ACCUMULATED,
+    GRAPH,
+    MICRO_BATCHES,
+    PEERS,
+    Contestant,
+    Settings,
+    model_flops,
+    sees_mask,
+    split,
+)
+from benchmarks.gates import gate
+from benchmarks.measure import Apart, alone, append_rows, environment, quartiles, reason, release, resident_bytes
 from benchmarks.rows import COMPILED, PHASES
 from benchmarks.shares import shares
 from maelm_fast import native, presets
 from maelm_fast.config import MaskingConfig, RuntimeConfig, require
 from maelm_fast.errors import UserError
 from maelm_fast.model.flops import peak_flops
-from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training.hardware import choose_precision, cpu_has_bf16
 
-GATE_TOLERANCE = 1e-5  # relative difference of two fp32 losses summed in different orders
-GATE_SEQUENCES = 8  # at most
-WARMUP_TURNS = {"cpu": 0, "cuda": 1}  # after a first step, whose loss is reported
-PART_STEPS = {"cpu": 3, "cuda": 10}
+WARMUP_TURNS = {"cpu": 0, "cuda": 1}  # after two steps: the first one's loss is reported
+PART_STEPS = {"cpu": 3, "cuda": 5}
 PROFILED_STEPS = 2
 ROUNDS = 5
-BATCH = {"cpu": 4, "cuda": 32}
+BATCH = {"cpu": 4, "cuda": 256}
 OTHERS_SHOWN = 5
-Skipped = dict[str, str]  # the reason, by name
-
-
-def reason(name: str, error: Exception) -> str:
-    """Why a contestant cannot run, in a line. Our own models may only run out of memory: else the error is raised."""
-    out_of_memory = isinstance(error, torch.OutOfMemoryError)
-    if name.removesuffix(COMPILED) == name not in PEERS and not out_of_memory:
-        raise error
-    text = (str(error).strip().splitlines() or [""])[0]
-    return f"{'out of memory' if out_of_memory else type(error).__name__}: {text}"
-
-
-@contextlib.contextmanager
-def skipping(name: str, skipped: Skipped) -> Iterator[None]:
-    try:
-        yield
-    except (ImportError, UserError, RuntimeError, ValueError) as error:  # packages and compilers refuse in many ways
-        skipped[name] = reason(name, error)
-
-
-def gate(names: Sequence[str], settings: Settings) -> tuple[dict[str, float], Skipped]:
-    """Losses in fp32 without dropout, and who could not compute one. SystemExit if two that must agree do not, or one
-    is not a number. hf and the padded model compute theirs with our weights as well, and ours stand beside them."""
-    plain = replace(settings, dropout=0.0, precision="fp32", batch=min(settings.batch, GATE_SEQUENCES))
-    kinds = {name.removesuffix(COMPILED) for name in names}
-    values: dict[str, float] = {}
-    skipped: Skipped = {}
-
-    def agree(one: str, other: str) -> None:
-        if not abs(values[one] / values[other] - 1) <= GATE_TOLERANCE:  # no number fails too
-            raise SystemExit(f"gate: {one} and {other} disagree, nothing is timed: {values}")
-
-    for kind, compared in (("hf", _hf_gate), ("padded", _padded_gate)):
-        if kind in kinds:
-            with skipping(kind, skipped):
-                values[f"{kind}, our weights"], values[f"ours, as {kind}"] = compared(plain)
-                agree(f"{kind}, our weights", f"ours, as {kind}")
-    for name in dict.fromkeys(name for named in names for name in (named.removesuffix(COMPILED), named)):
-        kind, compiled = name.removesuffix(COMPILED), name.endswith(COMPILED)
-        if kind in skipped:
-            skipped[name] = skipped[kind]
-            continue
-        # What is compiled for a step knows of the backward pass.
-        with skipping(name, skipped), torch.set_grad_enabled(compiled):
-            values[name] = Contestant(name, plain).loss().item()
-            agree(name, kind)
-    return values, {name: why for name, why in skipped.items() if name in names}
-
-
-def _hf_gate(settings: Settings) -> tuple[float, float]:
-    config = settings.model_config("hf")
-    torch.manual_seed(0)
-    ours, theirs = MaeLm(config).to(settings.device), hugging_face_roberta(config).to(settings.device)
-    copy_weights(ours, theirs)
-    batch = settings.packed(config.vocab_size, encoder_sees_mask=True)
-    inputs = hugging_face_inputs(batch.to("cpu"))
-    with torch.no_grad():
-        loss = theirs(**{name: tensor.to(settings.device) for name, tensor in inputs.items()}).loss.item()
-        return loss, ours(batch)[0].item() / batch.counts.masked
-
-
-def _padded_gate(settings: Settings) -> tuple[float, float]:
-    torch.manual_seed(0)
-    ours = MaeLm(settings.model_config("padded"))
-    theirs = PaddedMaeLm(ours).to(settings.device)
-    batch = settings.packed(ours.config.vocab_size, encoder_sees_mask=False)
-    inputs = padded_inputs(batch.to("cpu")).to(settings.device)
-    with torch.no_grad():
-        return theirs(inputs).item(), ours(batch)[0].item() / batch.counts.masked
 
 
 def peak_memory_mb(name: str, settings: Settings) -> float:
-    """Megabytes (2**20 bytes) that two steps need, weights and optimiser included. Runs in a process of its own."""
-    before = 0 if settings.device == "cuda" else resident_bytes("VmRSS")
+    """Megabytes (2**20 bytes) that two steps need on a CPU, weights and optimiser included. Runs in a process of its
+    own."""
+    before = resident_bytes("VmRSS")
     contestant = Contestant(name, settings)
     for _ in range(2):
         contestant.step()
-    if settings.device == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
     return (resident_bytes("VmHWM") - before) / 2**20
 
 
@@ -162,10 +102,13 @@ class Joules:
 
 @dataclass
 class Record:
-    """What was measured of a contestant. graphs: what torch.compile made of the model in its first step; recompiles:
-    what it made after that. turns: seconds and CPU seconds of a step. rest: each name's share of the class other."""
+    """What was measured of a contestant. gate: what was compared. graphs: what torch.compile made of the model in its
+    first step; recompiles: what it made after that. turns: seconds and CPU seconds of a step. other: the largest shares
+    of the class other, by name. failed: why it has no further turn."""
 
     contestant: Contestant
+    gate: dict[str, float]
+    memory: float
     first_loss: float
     graphs: int
     recompiles: int = 0
@@ -173,7 +116,8 @@ class Record:
     joules: float | None = None
     seconds: dict[str, float] | None = None
     kernels: dict[str, float] | None = None
-    rest: dict[str, float] = field(default_factory=dict)
+    other: dict[str, float] | None = None
+    failed: str | None = None
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -187,29 +131,55 @@ def compiled_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def entered(name: str, settings: Settings) -> Record:
-    """A contestant, warm."""
+def entered(name: str, settings: Settings, apart: Apart, profiled: bool) -> Record:
+    """A contestant that has passed its gate, warm, with all that is measured of it alone."""
+    passed = apart(gate, name, settings)
+    on_gpu = settings.device == "cuda"
+    memory = 0.0 if on_gpu else alone(peak_memory_mb, name, settings)
     before = compiled_graphs()
+    if on_gpu:
+        release()
+        torch.cuda.reset_peak_memory_stats()
+        memory = -torch.cuda.memory_allocated() / 2**20
     contestant = Contestant(name, settings)
-    record = Record(contestant, contestant.step().item(), compiled_graphs() - before)
+    record = Record(contestant, passed, memory, contestant.step().item(), compiled_graphs() - before)
     with record.watched():
-        for _ in range(WARMUP_TURNS[settings.device]):
-            contestant.turn()
+        if on_gpu:
+            contestant.step()
+            record.memory += torch.cuda.max_memory_allocated() / 2**20
+        record.turns = [contestant.turn() for _ in range(WARMUP_TURNS[settings.device])]
+        record.seconds = seconds_by_part(contestant) if contestant.whole is None else None
+        if profiled:
+            _profile(record, settings.device)
     return record
+
+
+def _profile(record: Record, device: str) -> None:
+    """A step's time does not hang on a profiler that cannot run here."""
+    one = record.contestant
+    try:
+        record.kernels, rest = shares(one.step, device, PROFILED_STEPS, one.compiled)
+        record.other = {key: round(rest[key], 4) for key in list(rest)[:OTHERS_SHOWN]}
+    except RuntimeError as error:
+        print(f"{one.name}: not profiled: {reason(error)}")
 
 
 def take_turns(records: Sequence[Record], device: str, rounds: int) -> None:
     joules = Joules(device)
     gc.collect()
     gc.disable()
-    for _ in range(rounds):
-        for record in records:
-            before = joules()
+    for record in [*records] * rounds:
+        if record.failed is not None:
+            continue
+        before = joules()
+        try:
             with record.watched():
                 record.turns.append(record.contestant.turn())
-            after = joules()
-            if before is not None and after is not None:
-                record.joules = (record.joules or 0.0) + after - before
+        except Exception as error:
+            record.failed = reason(error)
+        after = joules()
+        if before is not None and after is not None:
+            record.joules = (record.joules or 0.0) + after - before
     gc.enable()
 
 
@@ -239,55 +209,60 @@ def seconds_by_part(contestant: Contestant) -> dict[str, float]:
 
 
 def compare(
-    names: Sequence[str], settings: Settings, rounds: int, profiled: bool = True
-) -> tuple[list[dict[str, Any]], list[Record]]:
-    """A row per contestant, those that could not run included, and what the rows were made from."""
-    losses, skipped = alone(gate, names, settings)
-    memory: dict[str, float] = {}
-    for name in names:
-        if name not in skipped:
-            with skipping(name, skipped):
-                memory[name] = alone(peak_memory_mb, name, settings)
+    names: Sequence[str], settings: Settings, rounds: int, apart: Apart, profiled: bool = True
+) -> Iterator[dict[str, Any]]:
+    """Rows as they become known: of each contestant that it cannot run, or how fast it is alone; then what it is beside
+    the others, which counts instead."""
     if settings.device == "cpu" and (host := native.host()) is not None:
         host.keep_freed_memory()  # as a run does; every contestant has the gain
     torch._dynamo.reset()  # what was compiled for an earlier case counts towards the limit of recompilations
-    records: list[Record] = []
-    for name in memory:
-        with skipping(name, skipped):
-            records.append(entered(name, settings))
-    take_turns(records, settings.device, rounds)
-    for record in records:
-        with record.watched():
-            record.seconds = seconds_by_part(record.contestant)
-            if profiled:
-                step, compiled = record.contestant.step, record.contestant.compiled
-                record.kernels, record.rest = shares(step, settings.device, PROFILED_STEPS, compiled)
     machine = environment(settings.device)
     shared = machine | {  # the date tells the cases of a run apart: not to the second
         "date": datetime.now(UTC).isoformat(timespec="milliseconds"), "transformers": transformers_version(),
         "precision": settings.precision, "batch": settings.batch, "seq": settings.seq, "rate": settings.rate,
         "lengths": settings.lengths,
     }  # fmt: skip
-    measured = {record.contestant.name: row_of(record, records, memory, machine["device"]) for record in records}
-    rows = []
-    for name in names:
+
+    def row(name: str, skipped: str | None, passed: dict[str, float] | None, fields: dict[str, Any]) -> dict[str, Any]:
         config = settings.model_config(name)
-        told = {
+        return shared | {
             "model": name, "compiled": name.endswith(COMPILED), "dropout": config.dropout,
-            "bias": config.relative_bias, "rounds": rounds, "skipped": skipped.get(name), "gate": losses,
-        }  # fmt: skip
-        rows.append({**shared, **told, **measured.get(name, dict.fromkeys(MEASURED))})
-    return rows, records
+            "bias": config.relative_bias, "rounds": 0, "skipped": skipped, "gate": passed,
+        } | dict.fromkeys(MEASURED) | fields  # fmt: skip
+
+    def failed(name: str, why: str) -> dict[str, Any]:
+        return row(name, why, None, {})
+
+    records: list[Record] = []
+    for name in names:
+        try:
+            record = entered(name, settings, apart, profiled)
+        except Exception as error:
+            yield failed(name, reason(error))
+        else:
+            records.append(record)
+            if record.turns:
+                yield row(name, None, record.gate, measured(record, [], machine["device"]))
+                record.turns = []
+        release()
+    take_turns(records, settings.device, rounds)
+    whole = [record for record in records if record.failed is None]
+    for record in records:
+        name = record.contestant.name
+        if record.failed is not None:
+            yield failed(name, record.failed)
+        else:
+            yield row(name, None, record.gate, measured(record, whole, machine["device"]))
 
 
 MEASURED = (
-    "tokens_per_s", "ratios", "cpu_ratios", "mflop_per_token", "tflop_per_s", "mfu", "peak_memory_mb", "first_loss",
-    "seconds", "kernels", "joules_per_mtoken", "graphs", "recompiles",
+    "rounds", "tokens_per_s", "ratios", "cpu_ratios", "mflop_per_token", "tflop_per_s", "mfu", "peak_memory_mb",
+    "first_loss", "seconds", "kernels", "other", "joules_per_mtoken", "graphs", "recompiles",
 )  # fmt: skip
 
 
-def row_of(record: Record, records: Sequence[Record], memory: Mapping[str, float], device_name: str) -> dict[str, Any]:
-    """The fields MEASURED."""
+def measured(record: Record, records: Sequence[Record], device_name: str) -> dict[str, Any]:
+    """The fields MEASURED, beside these others."""
     own, settings = record.contestant, record.contestant.settings
 
     def ratios(clock: int) -> dict[str, dict[str, float]]:
@@ -302,15 +277,23 @@ def row_of(record: Record, records: Sequence[Record], memory: Mapping[str, float
     speed = quartiles([own.tokens / seconds for seconds, _ in record.turns])
     flops = own.flops / own.tokens * speed["median"]
     peak = peak_flops(device_name) if settings.precision == "bf16" else None
-    timed_tokens = own.tokens * len(record.turns) * STEPS_PER_TURN[settings.device]
+    timed_tokens = own.tokens * len(record.turns) * own.steps_of_a_turn
     values = (
-        speed, ratios(0), ratios(1) if settings.device == "cpu" else None, round(own.flops / own.tokens / 1e6, 1),
-        round(flops / 1e12, 4), round(flops / peak, 4) if peak else None, round(memory[own.name]),
-        round(record.first_loss, 5), record.seconds, record.kernels,
+        len(record.turns), speed, ratios(0), ratios(1) if settings.device == "cpu" else None,
+        round(own.flops / own.tokens / 1e6, 1), round(flops / 1e12, 4), round(flops / peak, 4) if peak else None,
+        round(record.memory), round(record.first_loss, 5), record.seconds, record.kernels, record.other,
         None if record.joules is None else round(record.joules / timed_tokens * 1e6, 1),
         record.graphs if own.compiled else None, record.recompiles if own.compiled else None,
     )  # fmt: skip
     return dict(zip(MEASURED, values, strict=True))
+
+
+def is_wrong(row: dict[str, Any]) -> bool:
+    """Whether the row is of a failure that nobody should live with: a gate's, or one of ours where memory sufficed."""
+    why = row["skipped"]
+    return why is not None and (
+        why.startswith("gate:") or (split(row["model"])[0] not in PEERS and not why.startswith("out of memory"))
+    )
 
 
 def transformers_version() -> str | None:
@@ -343,9 +326,13 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             yield _line(row["model"], zip(cells, widths, strict=True))
         yield _line("ms of a step; share", ((name, 11) for name in (*PHASES, *CLASSES)))
         for row in ran:
-            cells = [f"{row['seconds'][name] * 1000:.2f}" for name in PHASES]
+            cells = [f"{row['seconds'][name] * 1000:.2f}" if row["seconds"] else "-" for name in PHASES]
             cells += [f"{row['kernels'][name]:.1%}" for name in CLASSES] if row["kernels"] else []
             yield _line(row["model"], ((cell, 11) for cell in cells))
+        for row in ran:
+            if row["other"]:
+                most = ", ".join(f"{name} {share:.1%}" for name, share in row["other"].items())
+                yield f"  {row['model']}, most of other: {most}"
     yield from (f"  skipped: {row['model']}: {row['skipped']}" for row in rows if row["skipped"] is not None)
 
 
@@ -364,7 +351,7 @@ def listing(names: Sequence[str], settings: Settings) -> Iterator[str]:
     yield f"{label(settings)}: {len(lengths)} x {min(lengths)} to {max(lengths)}, {sum(lengths)} tokens"
     on_host = replace(settings, device="cpu")
     for name in names:
-        kind, config = name.removesuffix(COMPILED), settings.model_config(name)
+        kind, config = split(name)[0], settings.model_config(name)
         batch = on_host.packed(config.vocab_size, sees_mask(kind, config))
         flops = model_flops(kind, config, batch)
         counts = batch.counts
@@ -382,7 +369,8 @@ def parser_of() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", default="base,base_cross,roberta_base",
-                        help=f"presets, by commas; with {COMPILED} behind it, as torch.compile makes it")  # fmt: skip
+                        help=f"presets, by commas; with {COMPILED} behind it, as torch.compile makes it, with "
+                        f"{ACCUMULATED} in {MICRO_BATCHES} micro-batches, with {GRAPH} as a CUDA graph")  # fmt: skip
     peers = "; ".join(f"{name}: {what}" for name, what in PEERS.items())
     parser.add_argument("--peers", default="hf,padded", help=f"likewise; an empty string for none. {peers}")
     parser.add_argument("--rates", default="0.15", help="mask rates, separated by commas")
@@ -408,11 +396,11 @@ def numbers(text: str, option: str) -> list[float]:
 
 def names_of(options: argparse.Namespace) -> list[str]:
     models, peers = ([name for name in text.split(",") if name] for text in (options.models, options.peers))
-    unknown = [name for name in peers if name.removesuffix(COMPILED) not in PEERS]
+    unknown = [name for name in peers if split(name)[0] not in PEERS]
     require(
         not unknown, f"unknown peer {', '.join(unknown)}; there are: {', '.join(PEERS)}, with or without {COMPILED}"
     )
-    unknown = [name for name in models if name.removesuffix(COMPILED) in PEERS]
+    unknown = [name for name in models if split(name)[0] in PEERS]
     require(not unknown, f"--models takes presets; {', '.join(unknown)} belongs to --peers")
     require(bool(models), "--models names no preset")
     require(len({*models, *peers}) == len(models + peers), "a contestant is named twice")
@@ -421,7 +409,7 @@ def names_of(options: argparse.Namespace) -> list[str]:
 
 def cases(options: argparse.Namespace, names: Sequence[str]) -> list[Settings]:
     """UserError for what no contestant can be."""
-    ours = [name.removesuffix(COMPILED) for name in names if name.removesuffix(COMPILED) not in PEERS]
+    ours = [kind for kind, _ in map(split, names) if kind not in PEERS]
     with_decoder = [name for name in ours if presets.get(name).model.decoder == "self"]
     precision = choose_precision(RuntimeConfig(precision=options.precision), torch.device(options.device))
     shared = Settings(
@@ -444,41 +432,46 @@ def cases(options: argparse.Namespace, names: Sequence[str]) -> list[Settings]:
     return settings
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> int:
+    """The exit status."""
     require(options.rounds >= 1, f"--rounds must be at least 1, not {options.rounds}")
     names = names_of(options)
     settings = cases(options, names)
     if options.list:
         print("\n".join(line for case in settings for line in listing(names, case)))
-        return
+        return 0
     require(options.device == "cpu" or torch.cuda.is_available(), "no CUDA device is visible")
     if note := cpu_note(options.device):
         print(note)
+    apart, wrong = Apart(), False
     for case in settings:
-        rows, records = compare(names, case, options.rounds, profiled=not options.no_profile)
-        shared = rows[0]
-        print(f"{shared['device']}, {shared['threads']} threads, load {shared['load']}, torch {shared['torch']}, "
-              f"transformers {shared['transformers']}, commit {shared['commit']}")  # fmt: skip
-        print(f"{label(case)}; {case.batch} x {case.seq} tokens, {case.precision}, {options.rounds} rounds; "
-              f"median [quartiles]; tokens are original tokens")  # fmt: skip
-        print("\n".join(table(rows)))
-        for record in records:
-            most = ", ".join(f"{name} {share:.1%}" for name, share in list(record.rest.items())[:OTHERS_SHOWN])
-            if most:
-                print(f"  {record.contestant.name}, most of other: {most}")
-        sys.stdout.flush()
-        if options.out:
-            append_rows(options.out, rows)
+        rows: dict[str, dict[str, Any]] = {}
+        for row in compare(names, case, options.rounds, apart, profiled=not options.no_profile):
+            if not rows:
+                print(f"{row['device']}, {row['threads']} threads, load {row['load']}, torch {row['torch']}, "
+                      f"transformers {row['transformers']}, commit {row['commit']}")  # fmt: skip
+                print(f"{label(case)}; {case.batch} x {case.seq} tokens, {case.precision}, {options.rounds} rounds; "
+                      f"median [quartiles]; tokens are original tokens")  # fmt: skip
+            if row["model"] not in rows:
+                speed = row["tokens_per_s"]
+                known = f"{speed['median']:.0f} tokens/s alone" if speed else "ready"
+                print(f"  {row['model']}: {row['skipped'] or known}", flush=True)
+            if options.out:
+                append_rows(options.out, [row])
+            rows[row["model"]] = row
+        print("\n".join(table(list(rows.values()))), flush=True)
+        wrong = wrong or any(is_wrong(row) for row in rows.values())
+    apart.close()
+    return 1 if wrong else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser_of().parse_args(arguments)
     try:
-        run(options)
+        return run(options)
     except UserError as error:
         print(f"python -m benchmarks.train_step: error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

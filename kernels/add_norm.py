@@ -15,9 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from maelm_fast.kernels.common import (
-    TYPE_NAMES,
-    WIDTHS,
-    Variant,
+    FUSED,
     by_rows,
     dropout_numbers,
     keep_tile,
@@ -25,13 +23,11 @@ from maelm_fast.kernels.common import (
     persistent_programs,
     row_launch,
     row_statistics,
-    row_variant,
     sum_partials,
-    sum_partials_variants,
 )
 
 
-@triton.jit(do_not_specialize=["rows", "place", "threshold"])
+@triton.jit(do_not_specialize=["rows", "place", "threshold"], do_not_specialize_on_alignment=["seed"])
 def _add_norm_fwd_kernel(
     x,  # (rows, WIDTH)
     residual,  # (rows, WIDTH)
@@ -76,7 +72,7 @@ def _add_norm_fwd_kernel(
     tl.store(rstd + row, row_rstd, mask=row < rows)
 
 
-@triton.jit(do_not_specialize=["rows", "place", "threshold"])
+@triton.jit(do_not_specialize=["rows", "place", "threshold"], do_not_specialize_on_alignment=["seed"])
 def _add_norm_bwd_kernel(
     grad_out,  # (rows, WIDTH)
     x,  # (rows, WIDTH)
@@ -133,9 +129,15 @@ def _add_norm_bwd_kernel(
 
 
 def add_norm_fwd(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, dropout_p: float, seed: Tensor | None,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    dropout_p: float,
+    seed: Tensor | None,
     place: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """(out, mean, rstd): out (T, d) in x's dtype, the row statistics (T,) fp32."""
     x, residual, weight, bias = by_rows(x), by_rows(residual), weight.contiguous(), bias.contiguous()
     rows, width = x.shape
@@ -147,16 +149,39 @@ def add_norm_fwd(
     threshold, scale = dropout_numbers(dropout_p)
     with torch.cuda.device_of(x):
         _add_norm_fwd_kernel[(triton.cdiv(rows, constants["ROWS"]),)](
-            x, residual, weight, bias, seed if dropout_p > 0 else None, out, mean, rstd,
-            rows, x.stride(0), residual.stride(0), place, threshold, scale, eps, **constants, **options,
-        )  # fmt: skip
+            x,
+            residual,
+            weight,
+            bias,
+            seed if dropout_p > 0 else None,
+            out,
+            mean,
+            rstd,
+            rows,
+            x.stride(0),
+            residual.stride(0),
+            place,
+            threshold,
+            scale,
+            eps,
+            **constants,
+            **options,
+            **FUSED,
+        )
     return out, mean, rstd
 
 
 def add_norm_bwd(
-    grad_out: Tensor, x: Tensor, residual: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, dropout_p: float,
-    seed: Tensor | None, place: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_out: Tensor,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    dropout_p: float,
+    seed: Tensor | None,
+    place: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(grad_x, grad_residual, grad_weight, grad_bias). Without dropout grad_x is the residual's gradient too, and
     grad_residual has no elements. The parameters' gradients have weight's dtype."""
     grad_out, x, residual, weight = by_rows(grad_out), by_rows(x), by_rows(residual), weight.contiguous()
@@ -169,41 +194,26 @@ def add_norm_bwd(
     threshold, scale = dropout_numbers(dropout_p)
     with torch.cuda.device_of(x):
         _add_norm_bwd_kernel[(programs,)](
-            grad_out, x, residual, weight, mean, rstd, seed if dropout_p > 0 else None, grad_x,
-            grad_residual if dropout_p > 0 else None, partials,
-            rows, grad_out.stride(0), x.stride(0), residual.stride(0), place, threshold, scale,
-            **constants, **options,
-        )  # fmt: skip
+            grad_out,
+            x,
+            residual,
+            weight,
+            mean,
+            rstd,
+            seed if dropout_p > 0 else None,
+            grad_x,
+            grad_residual if dropout_p > 0 else None,
+            partials,
+            rows,
+            grad_out.stride(0),
+            x.stride(0),
+            residual.stride(0),
+            place,
+            threshold,
+            scale,
+            **constants,
+            **options,
+            **FUSED,
+        )
         grad_weight, grad_bias = sum_partials(partials, weight.dtype)
     return grad_x, grad_residual, grad_weight, grad_bias
-
-
-def variants() -> list[Variant]:
-    """Activations of each dtype; parameters of the same dtype or fp32; contiguous rows."""
-    out = sum_partials_variants(WIDTHS)
-    for width in WIDTHS:
-        for act in TYPE_NAMES.values():
-            for param in dict.fromkeys(("fp32", act)):
-                for dropout in (False, True):
-                    out += _variants_of(width, act, param, dropout)
-    return out
-
-
-def _variants_of(width: int, act: str, param: str, dropout: bool) -> list[Variant]:
-    made = []
-    for direction, kernel in (("fwd", _add_norm_fwd_kernel), ("bwd", _add_norm_bwd_kernel)):
-        pointers = {"x": act, "residual": act, "weight": param, "mean": "fp32", "rstd": "fp32"}
-        pointers |= {"bias": param, "out": act} if direction == "fwd" else {"grad_out": act, "grad_x": act}
-        strides = ["x_stride", "residual_stride"]
-        if direction == "bwd":
-            pointers["partials"] = "fp32"
-            strides.append("grad_stride")
-        constants, options = row_launch(direction, width, dropout)
-        if dropout:
-            pointers |= {"seed": "i64"} | ({"grad_residual": act} if direction == "bwd" else {})
-        else:
-            constants |= {"seed": None} | ({"grad_residual": None} if direction == "bwd" else {})
-        scalars = {"scale": "fp32"} | ({"eps": "fp32"} if direction == "fwd" else {})
-        label = f"add_norm_{direction} {width} {act} {param}" + (" dropout" if dropout else "")
-        made.append(row_variant(label, kernel, pointers, strides, scalars, constants, options))
-    return made

@@ -148,11 +148,12 @@ class RaggedBatch:
 
     def split(self, counts: Sequence[int]) -> list[RaggedBatch]:
         """Parts of counts[b] consecutive sequences each."""
-        ends = np.cumsum(counts)[:-1]
-        lengths = np.split(self.lengths, ends)
-        ids = self.ids.split([int(part.sum()) for part in lengths])
-        keys = (np.split(values, ends) for values in (self.samples, self.epochs))
-        return [RaggedBatch(*part) for part in zip(ids, lengths, *keys, strict=True)]
+        ends = list(itertools.accumulate(counts))
+        here = [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
+        tokens = [0, *np.cumsum(self.lengths).tolist()]
+        ids = self.ids.split([tokens[part.stop] - tokens[part.start] for part in here])
+        keys = self.lengths, self.samples, self.epochs
+        return [RaggedBatch(row, *(key[part] for key in keys)) for row, part in zip(ids, here, strict=True)]
 
 
 def pack_tokens(

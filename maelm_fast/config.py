@@ -218,9 +218,9 @@ class BackendConfig:
     mask_and_pack: Literal["auto", "host", "triton", "reference"] = "auto"
     """host: on the CPU, in the loader. triton and reference: on the training device. auto: host."""
     embed_packed: Literal["auto", "triton", "native", "reference"] = "auto"
-    attention: Literal[
-        "auto", "flash", "torch", "triton", "xformers", "flex", "native", "grouped", "reference"
-    ] = "auto"  # fmt: skip
+    attention: Literal["auto", "flash", "torch", "triton", "xformers", "flex", "native", "grouped", "reference"] = (
+        "auto"
+    )
     """flash, torch, xformers: flash-attn, torch.nn.attention.varlen and xformers, without bias and dropout. flex:
     FlexAttention, without dropout. native: C++ for the CPU. grouped: sequences of like length together, in
     PyTorch, for the CPU."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,77 +17,31 @@ from torch._C._autograd import DeviceType
 
 pytest.importorskip("transformers")
 
-from benchmarks import attention, contestants, ops, shares, train_step
+from benchmarks import contestants, gates, measure, shares, train_step
 from benchmarks.classes import CLASSES
 from benchmarks.contestants import Contestant, Settings
-from benchmarks.padded import PaddedMaeLm
-from maelm_fast import native
+from benchmarks.measure import Failed
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "ffn_size": 128, "vocab_size": 512}
 SETTINGS = Settings(batch=2, seq=64, dropout=0.1, bias=True, shape="tiny", changes=SMALL)
 GATED = ["tiny", "roberta_tiny", "hf", "padded"]
 
 
+def here(function: Any, *arguments: Any) -> Any:
+    return function(*arguments)
+
+
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_step, "alone", lambda function, *arguments: function(*arguments))
-
-
-def compiled_as(monkeypatch: pytest.MonkeyPatch, change: float) -> None:
-    """torch.compile for a test that has no time for it: the model itself, its loss times 1 + change."""
-
-    def compile_(model: Any, **options: Any) -> Any:
-        return lambda batch: tuple(value * (1 + change) for value in model(batch))
-
-    monkeypatch.setattr(contestants.torch, "compile", compile_)
-
-
-@pytest.mark.parametrize("lengths", ["full", "documents"])
-@pytest.mark.parametrize("bias", [False, True])
-def test_gate_holds(monkeypatch: pytest.MonkeyPatch, lengths: str, bias: bool) -> None:
-    compiled_as(monkeypatch, 0.0)
-    settings = Settings(**{**vars(SETTINGS), "lengths": lengths, "bias": bias})
-    values, skipped = train_step.gate([*GATED, "tiny_compiled"], settings)
-    assert not skipped
-    assert {*GATED, "tiny_compiled", "hf, our weights", "ours, as hf"} < set(values)
-    assert values["padded, our weights"] == pytest.approx(values["ours, as padded"], rel=1e-5)
-
-
-def test_gate_stops_when_the_weights_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_step, "copy_weights", lambda ours, theirs: None)
-    with pytest.raises(SystemExit, match=r"hf, our weights and ours, as hf disagree"):
-        train_step.gate(["tiny", "hf_compiled"], SETTINGS)  # before anything is compiled
-
-
-def test_gate_stops_when_the_padded_model_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Wrong(PaddedMaeLm):
-        def forward(self, inputs: Any) -> torch.Tensor:
-            return super().forward(inputs._replace(positions=inputs.positions + 1))
-
-    monkeypatch.setattr(train_step, "PaddedMaeLm", Wrong)
-    settings = Settings(**{**vars(SETTINGS), "seq": 32})
-    with pytest.raises(SystemExit, match=r"padded, our weights and ours, as padded disagree"):
-        train_step.gate(["tiny", "padded"], settings)
-
-
-def test_gate_stops_when_the_compiled_model_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled_as(monkeypatch, 1e-4)
-    with pytest.raises(SystemExit, match=r"tiny_compiled and tiny disagree"):
-        train_step.gate(["tiny_compiled"], SETTINGS)
-
-
-def test_gate_stops_at_a_loss_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Contestant, "loss", lambda self: torch.tensor(float("nan")))
-    with pytest.raises(SystemExit, match=r"tiny and tiny disagree"):
-        train_step.gate(["tiny"], SETTINGS)
+    monkeypatch.setattr(train_step, "alone", here)
+    monkeypatch.setattr(train_step.Apart, "__call__", lambda self, *call: here(*call))
 
 
 ROW = {
     "date", "commit", "device", "threads", "load", "torch", "transformers", "model", "precision", "batch", "seq",
     "rate", "dropout", "bias", "lengths", "compiled", "rounds", "tokens_per_s", "ratios", "cpu_ratios",
-    "mflop_per_token", "tflop_per_s", "mfu", "peak_memory_mb", "first_loss", "seconds", "kernels",
-    "joules_per_mtoken", "graphs",
-    "recompiles", "skipped", "gate",
+    "mflop_per_token", "tflop_per_s", "mfu", "peak_memory_mb", "first_loss", "seconds", "kernels", "other",
+    "joules_per_mtoken", "graphs", "recompiles", "skipped", "gate",
 }  # fmt: skip
 
 
@@ -129,8 +85,12 @@ def test_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Ca
     assert "15% masked, dropout 0.1, bias, documents; 2 x 32 tokens" in printed
 
 
+def rows_of(names: list[str], rounds: int = 1, profiled: bool = False) -> list[dict[str, Any]]:
+    return list(train_step.compare(names, SETTINGS, rounds, measure.Apart(), profiled))
+
+
 @pytest.mark.usefixtures("in_this_process")
-def test_what_cannot_run_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_run_is_a_row_with_the_reason_and_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*arguments: Any) -> Any:
         raise ImportError("No module named 'transformers'")
 
@@ -138,32 +98,113 @@ def test_what_cannot_run_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPa
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 TiB")
 
     monkeypatch.setattr(contestants, "modernbert", missing)
-    monkeypatch.setattr(train_step, "_padded_gate", too_large)
-    names = ["tiny", "modernbert", "padded"]
-    rows, _ = train_step.compare(names, SETTINGS, rounds=1, profiled=False)
+    monkeypatch.setattr(gates, "_padded", too_large)
+    monkeypatch.setattr(gates, "copy_weights", lambda ours, theirs: None)
+    rows = rows_of(["modernbert", "hf", "padded", "tiny"])
     reasons = {row["model"]: row["skipped"] for row in rows}
-    assert reasons["tiny"] is None
-    assert reasons["modernbert"] == "ImportError: No module named 'transformers'"
-    assert reasons["padded"] == "out of memory: CUDA out of memory."
-    assert rows[0]["ratios"] == {}
-    assert rows[0]["kernels"] is None
+    assert reasons.pop("hf").startswith("gate: hf, our weights and ours, as hf disagree")
+    assert reasons == {
+        "modernbert": "ImportError: No module named 'transformers'",
+        "padded": "out of memory: CUDA out of memory.",
+        "tiny": None,
+    }
+    assert [row["model"] for row in rows if train_step.is_wrong(row)] == ["hf"]
+    assert rows[-1]["ratios"] == {}
+    assert rows[-1]["kernels"] is None
     assert all(set(row) == ROW for row in rows)
-    assert all(row[name] is None for row in rows[1:] for name in train_step.MEASURED)
-    assert sum(line.startswith("  skipped: ") for line in train_step.table(rows)) == 2
+    assert all(row[name] is None for row in rows[:-1] for name in train_step.MEASURED)
+    assert sum(line.startswith("  skipped: ") for line in train_step.table(rows)) == 3
 
 
-def test_an_error_of_our_own_model_is_not_skipped() -> None:
-    with pytest.raises(RuntimeError, match="a bug"):
-        train_step.reason("tiny", RuntimeError("a bug"))
-    assert train_step.reason("tiny", torch.OutOfMemoryError("x")) == "out of memory: x"
-    assert train_step.reason("tiny_compiled", RuntimeError("no compiler\nhelp")) == "RuntimeError: no compiler"
+@pytest.mark.usefixtures("in_this_process")
+def test_who_fails_while_being_timed_loses_its_turns_and_nobody_else_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turn, turns = Contestant.turn, []
+
+    def fails_at_its_second(self: Contestant) -> tuple[float, float]:
+        turns.append(self.name)
+        if self.name == "roberta_tiny" and turns.count(self.name) == 2:
+            raise RuntimeError("a bug\nmore")
+        return turn(self)
+
+    monkeypatch.setattr(Contestant, "turn", fails_at_its_second)
+    rows = rows_of(["tiny", "roberta_tiny", "tiny_cross"], rounds=3)
+    assert {row["model"]: (row["rounds"], row["skipped"]) for row in rows} == {
+        "tiny": (3, None), "roberta_tiny": (None, "RuntimeError: a bug"), "tiny_cross": (3, None),
+    }  # fmt: skip
+    assert turns.count("roberta_tiny") == 2
+    assert [set(row["ratios"] or ()) for row in rows] == [{"tiny_cross"}, set(), {"tiny"}]
+    assert [train_step.is_wrong(row) for row in rows] == [False, True, False]
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_run_that_is_cut_off_leaves_a_row_of_each_contestant_that_was_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(train_step.WARMUP_TURNS, "cpu", 1)  # as on a GPU
+    made = train_step.compare(["tiny", "roberta_tiny"], SETTINGS, 2, measure.Apart())
+    first, second = next(made), next(made)
+    assert (first["model"], second["model"]) == ("tiny", "roberta_tiny")
+    for row in (first, second):
+        assert set(row) == ROW
+        assert (row["rounds"], row["ratios"], row["skipped"]) == (1, {}, None)
+        assert row["tokens_per_s"]["median"] > 0
+        assert sum(row["kernels"].values()) == pytest.approx(1.0)
+    assert [(row["model"], row["rounds"], len(row["ratios"])) for row in made] == [
+        ("tiny", 2, 1), ("roberta_tiny", 2, 1),
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_micro_batches_are_the_same_tokens_in_one_update() -> None:
+    settings = Settings(**{**vars(SETTINGS), "batch": 8, "dropout": 0.0})
+    whole, cut = Contestant("tiny", settings), Contestant("tiny_accumulated", settings)
+    assert whole.tokens == cut.tokens == sum(batch.counts.original for batch in cut._micro_batches)
+    assert len(cut._micro_batches) == contestants.MICRO_BATCHES
+    assert cut.step().item() == pytest.approx(whole.step().item(), rel=0.05)  # other masks
+
+
+def fails(how: str) -> str:
+    if how == "exit":
+        os._exit(1)
+    raise (ImportError if how == "import" else Failed)(f"{how}: it cannot\nmore")
+
+
+def test_a_process_apart_may_fail_and_die() -> None:
+    apart = measure.Apart()
+    here, there = os.getpid(), apart(os.getpid)
+    for how, why in (("gate", "gate: it cannot\nmore"), ("import", "ImportError: import: it cannot")):
+        with pytest.raises(Failed) as error:
+            apart(fails, how)
+        assert str(error.value) == why
+    assert apart(os.getpid) == there != here
+    with pytest.raises(Failed, match="its process died"):
+        apart(fails, "exit")
+    assert apart(os.getpid) not in (here, there)
+    apart.close()
+
+
+def test_turns_without_the_call_that_fails() -> None:
+    calls: list[int] = []
+
+    def second_fails(number: int) -> None:
+        calls.append(number)
+        if number == 1 and calls.count(1) > 3:
+            raise ValueError("enough")
+
+    failed: dict[int, str] = {}
+    taken = measure.turns([partial(second_fails, n) for n in range(3)], "cpu", 2, failed)
+    assert failed == {1: "ValueError: enough"}
+    assert [len(seconds) for seconds in taken] == [2, 0, 2]
+    with pytest.raises(ValueError, match="enough"):
+        measure.turns([partial(second_fails, 1)], "cpu", 1)
 
 
 def test_a_compilation_after_the_first_step_is_counted() -> None:
     torch._dynamo.reset()
     double = torch.compile(lambda x: x * 2, backend="eager")
     double(torch.zeros(3))
-    record = train_step.Record(Contestant("tiny", SETTINGS), 0.0, 1)
+    record = train_step.Record(Contestant("tiny", SETTINGS), {}, 0.0, 0.0, 1)
     with record.watched():
         double(torch.ones(3))
     assert record.recompiles == 0
@@ -196,6 +237,9 @@ def test_list_names_every_case_and_contestant_and_runs_nothing(
         (["--models", ""], "names no preset"),
         (["--models", "base,hf"], "hf belongs to --peers"),
         (["--models", "base,base"], "named twice"),
+        (["--models", "base_graph"], "base_graph needs a GPU"),
+        (["--models", "base_accumulated"], "base_accumulated needs a multiple of 8 sequences, not 4"),
+        (["--peers", "hf_graph"], "hf_graph: _graph is for presets"),
         (["--peers", "bert"], "unknown peer bert"),
         (["--models", "roberta_base", "--peers", "padded"], "roberta_base has no self-attention decoder"),
         (["--seq", "513"], "base has 512 positions, not 513"),
@@ -338,66 +382,3 @@ def test_shares_of_a_step(name: str) -> None:
     assert all(by_class[kind] > 0 for kind in CLASSES)
     assert not [found for found in rest if shares.class_of(found) not in (None, "gemm")]
     assert not {"aten::where", "aten::masked_fill_", "aten::_softmax", "aten::bincount"} & set(rest)
-
-
-@pytest.fixture
-def small_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reach of 91 needs more positions than that."""
-    for name, case in {"kept": attention.Case(96, 0.85), "documents": attention.Case(128, None)}.items():
-        monkeypatch.setitem(attention.CASES, name, case)
-
-
-@pytest.mark.usefixtures("small_cases")
-def test_attention_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(attention.CONTESTANTS["cpu"], "flash-attn", "flash")
-    out = tmp_path / "rows.jsonl"
-    arguments = ["--device", "cpu", "--cases", "kept,documents", "--sequences", "3", "--rounds", "2"]
-    attention.main([*arguments, "--out", str(out)])
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(rows) == 2 * 4 * 3 * 4  # cases, with and without bias and dropout, phases, contestants
-    for row in rows:
-        reference = row["contestant"] == "reference"
-        assert (row["ratio"] == {"median": 1.0, "q1": 1.0, "q3": 1.0}) or not reference
-        compared = row["backend"] in ("grouped", "reference") or (row["backend"] == "sdpa" and not row["dropout"])
-        assert row["from_ours"] < 1e-5 if compared else row["from_ours"] is None
-    contestants = {row["contestant"] for row in rows if row["bias"]}
-    assert contestants == {"ours", "grouped", "reference", "sdpa, bias written out"}
-    assert capsys.readouterr().out.count("skipped: flash-attn: attention: backend 'flash' cannot run: ") == 8
-
-
-@pytest.mark.usefixtures("small_cases")
-def test_attention_is_not_timed_when_the_gate_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(attention.GATE, torch.float32, -1.0)
-    with pytest.raises(SystemExit, match="nothing is timed"):
-        attention.main(["--device", "cpu", "--cases", "kept", "--sequences", "2"])
-
-
-def test_attention_says_in_a_line_that_ours_cannot_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(native, "has", lambda op, device: False)
-    assert attention.main(["--device", "cpu", "--cases", "kept", "--sequences", "1"]) == 2
-    error = capsys.readouterr().err
-    assert "error: attention: backend 'native' cannot run: " in error
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize("wrong", [["--rounds", "0"], ["--sequences", "0"], ["--width", "100"]])
-def test_ops_refuses_sizes_that_cannot_be(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        ops.main(["--device", "cpu", *wrong])
-    assert "--width a multiple of 12, the number of heads" in capsys.readouterr().err
-
-
-def test_attention_list_names_every_case_and_runs_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(attention, "measured", None)
-    assert attention.main(["--device", "cuda", "--list"]) == 0
-    listed = capsys.readouterr().out
-    for case in ("kept", "documents", "1024", "2048"):
-        for variant in ("no bias, dropout 0", "no bias, dropout 0.1", "bias, dropout 0", "bias, dropout 0.1"):
-            assert f"{case}, {variant}: " in listed
-    assert "256 x 435 of 512 positions, 111360 tokens" in listed
-    assert listed.count("flash-attn (flash)") == listed.count("flex (flex)") == 16
-    assert "sdpa, bias written out (sdpa, 59.6 GB: skipped)" in listed

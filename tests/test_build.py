@@ -119,7 +119,7 @@ def test_the_source_distribution_holds_kernels_and_csrc(tmp_path: Path) -> None:
     (archive,) = (source / "dist").glob("*.tar.gz")
     shutil.unpack_archive(archive, tmp_path / "unpacked", filter="data")
     (top,) = (tmp_path / "unpacked").iterdir()
-    for name in ("csrc/ops/index.h", "csrc/ops/scatter_to_decoder_cuda.cu", "csrc/host/bindings.cpp"):
+    for name in ("csrc/philox.h", "csrc/ops/index.h", "csrc/ops/scatter_to_decoder_cuda.cu", "csrc/host/bindings.cpp"):
         assert (top / name).is_file(), name
     kernel = top / "maelm_fast" / "kernels" / "common.py"
     assert kernel.is_file()
@@ -154,14 +154,38 @@ def test_cuda_with_a_cpu_torch_is_one_line(tmp_path: Path) -> None:
     assert re.fullmatch(r"MAELM_BUILD_EXT=cuda: torch \S+ was built without CUDA; install one that has it\n", message)
 
 
-def test_without_torch_auto_goes_on_and_cpu_stops(tmp_path: Path) -> None:
+EXTENSIONS = f"""
+import runpy, sys
+import setuptools
+setuptools.setup = lambda **given: print("builds", *(e.name for e in given["ext_modules"]))
+runpy.run_path({str(ROOT / "setup.py")!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("lacking", "left_out", "built"),
+    [("torch", "_C", "maelm_fast._host"), ("pybind11", "_host", "maelm_fast._C")],
+)
+def test_auto_goes_on_without_the_part_that_lacks_something(
+    tmp_path: Path, lacking: str, left_out: str, built: str
+) -> None:
     pytest.importorskip("pybind11")
-    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n", encoding="utf-8")
+    (tmp_path / f"{lacking}.py").write_text(f"raise ImportError('no {lacking} here')\n", encoding="utf-8")
+    remedy = f"no {lacking} here; install it, then pip install --no-build-isolation\n"
     message = refused(tmp_path, MAELM_BUILD_EXT="cpu", PYTHONPATH=str(tmp_path))
-    assert message == "MAELM_BUILD_EXT=cpu: no torch here; install it, then pip install --no-build-isolation\n"
-    command = [sys.executable, ROOT / "setup.py", "--name"]
-    result = run(*command, cwd=tmp_path, MAELM_BUILD_EXT="auto", PYTHONPATH=str(tmp_path))
-    assert "warning: the compiled torch ops (maelm_fast._C) are left out: no torch here; install it" in result.stdout
+    assert message == f"MAELM_BUILD_EXT=cpu: {remedy}"
+    result = run(sys.executable, "-c", EXTENSIONS, cwd=tmp_path, MAELM_BUILD_EXT="auto", PYTHONPATH=str(tmp_path))
+    assert f"warning: maelm_fast.{left_out} is left out: {remedy}" in result.stdout
+    assert result.stdout.endswith(f"builds {built}\n")
+
+
+def test_extensions_are_built_whatever_pyproject_says(tmp_path: Path) -> None:
+    """setuptools before 77 refuses the license in it."""
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "x"\nlicense = 3\n', encoding="utf-8")
+    command = [sys.executable, ROOT / "setup.py", "--quiet"]
+    result = run(*command, "build_ext", "--inplace", cwd=tmp_path, MAELM_BUILD_EXT="0")
+    assert result.stdout == ""
+    assert run(*command, "bdist", cwd=tmp_path, MAELM_BUILD_EXT="0", check=False).returncode != 0
 
 
 def test_cuda_sources_compile(tmp_path: Path) -> None:

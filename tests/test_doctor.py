@@ -46,8 +46,7 @@ def test_its_lists_are_those_of_pyproject() -> None:
     assert {*doctor.REQUIRED, "triton"} == names(project["dependencies"])
     assert f"torch>={doctor._dotted(doctor.TORCH)}" in project["dependencies"]
     assert project["requires-python"] == f">={doctor._dotted(doctor.PYTHON)}"
-    for package, (extra, _) in doctor.OPTIONAL.items():
-        assert package in names(project["optional-dependencies"][extra])
+    assert doctor.OPTIONAL.keys() <= set().union(*map(names, project["optional-dependencies"].values()))
 
 
 def test_here_all_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +65,7 @@ def test_an_optional_package_that_is_missing_is_no_failure(
     hide(monkeypatch, matplotlib=None)
     rows = {row.name: row for row in doctor.package_rows()}
     assert rows["matplotlib"].state == "note"
-    assert 'pip install "maelm_fast[plot]"' in rows["matplotlib"].found
+    assert "pip install matplotlib" in rows["matplotlib"].found
 
 
 @pytest.mark.parametrize("version", [None, "2.9.1", "2.10.0+cpu"])
@@ -136,5 +135,5 @@ def test_it_needs_nothing_but_the_standard_library_to_start() -> None:
 
 
 def test_unknown_arguments_are_refused() -> None:
-    with pytest.raises(UserError, match="unrecognized arguments"):
+    with pytest.raises(UserError, match="takes no '--fix'"):
         doctor.main(["--fix"])

@@ -112,8 +112,10 @@ def test_modernbert_is_the_published_one() -> None:
 
     published, ours = ModernBertConfig(), Settings(dropout=None).model_config("modernbert")
     assert (ours.hidden_size, ours.num_layers, ours.num_heads) == (
-        published.hidden_size, published.num_hidden_layers, published.num_attention_heads,
-    )  # fmt: skip
+        published.hidden_size,
+        published.num_hidden_layers,
+        published.num_attention_heads,
+    )
     assert (ours.ffn_size, ours.vocab_size) == (published.intermediate_size, published.vocab_size)
     assert ours.max_positions == published.max_position_embeddings
     assert published.local_attention == 128

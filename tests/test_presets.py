@@ -35,9 +35,19 @@ def test_table_3(name: str, prefix: str) -> None:
     run = presets.get(prefix + name)
     o, m = run.optim, run.model
     assert (
-        o.max_steps, o.lr, o.batch_size, o.warmup_steps, m.max_positions, m.relative_buckets, m.relative_max_distance,
-        o.eps, o.betas, o.clip_norm, m.dropout, o.weight_decay,
-    ) == TABLE_3[name]  # fmt: skip
+        o.max_steps,
+        o.lr,
+        o.batch_size,
+        o.warmup_steps,
+        m.max_positions,
+        m.relative_buckets,
+        m.relative_max_distance,
+        o.eps,
+        o.betas,
+        o.clip_norm,
+        m.dropout,
+        o.weight_decay,
+    ) == TABLE_3[name]
     assert (m.num_layers, m.hidden_size, m.num_heads, m.decoder_layers, m.vocab_size) == SHAPES[name]
     assert run.masking.rate == 0.15
     assert run.masking.policy == "mask"

@@ -86,6 +86,26 @@ def test_newest_case_of_a_setting_counts_whole(root: Path) -> None:
     assert [c.on_gpu for c in cases] == [True, False, False]
 
 
+def test_the_last_row_of_a_contestant_counts_and_a_run_that_was_cut_off_only_if_there_is_no_other(root: Path) -> None:
+    alone = [row | {"rounds": 1, "ratios": {}} for row in contestants({"base": 150.0, "hf": 90.0}, minute=3)]
+    put(root, alone[:1])
+    assert rows.read(root).cases[0].rows["base"]["rounds"] == 1
+    put(root, [*alone[1:], *contestants({"base": 190.0}, minute=3), skipped("hf", "out of memory", minute=3)])
+    (case,) = rows.read(root).cases
+    assert (case.rows["base"]["tokens_per_s"]["median"], case.rows["hf"]["skipped"]) == (190.0, "out of memory")
+    put(root, contestants(SPEEDS, minute=1))
+    (case,) = rows.read(root).cases
+    assert list(case.rows) == list(SPEEDS)  # older, but compared
+
+
+def test_rows_of_what_did_not_run_are_no_part_of_the_tables(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (machine,) = contestants({"base": 1.0})
+    for name in ("ops_cuda.jsonl", "attention_cuda.jsonl"):
+        put(root, [{**machine, "contestant": "flex", "skipped": "RuntimeError: no"}], name)
+    assert rows.read(root).rows == {}
+    assert "flex" not in printed(root, capsys)
+
+
 def test_older_format_and_unknown_files_are_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(root, [{"date": "2026-11-21T10:00:00+00:00", "ratio_to_hf": None}] * 3)
     put(root, [{"x": 1}], "other.jsonl")

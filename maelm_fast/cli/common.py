@@ -241,6 +241,7 @@ def _at_home(value: Any) -> Any:
     return value
 
 
+_REQUIRED = "the following arguments are required: "
 _UNKNOWN = re.compile(
     r"unrecognized arguments: (--[\w.-]+)|(?:[Kk]ey|Option) '([\w.]+)' is not (?:expected|accepted)|"
     r"Group '(\w+)' does not accept option '(\w+)'"
@@ -255,12 +256,17 @@ def _user_error(error: Exception, argv: Sequence[str], fields: Mapping[str, _Fie
     if found := _UNKNOWN.search(text):
         name = ".".join(part for part in found.groups() if part).removeprefix("--").replace("-", "_")
         text = f"unknown option '{_option(name)}'{did_you_mean(_option(name), [*map(_option, fields)])}"
+    elif text.startswith(_REQUIRED):
+        names = text.removeprefix(_REQUIRED).split(", ")
+        text = _REQUIRED + ", ".join(n if fields[n].settings.get("positional") else _option(n) for n in names)
     elif found := re.search(r'Parser key "([\w.]+)": .*(?:Got|Given) value: (.*)', text):
         name = found[1]
         text = f"{_option(name)} takes {_kind(fields[name].hint)}, not {found[2]}" if name in fields else text
+    text = re.sub(r'Parser key "(\w+)":', r"--\1:", text)
     if found:
         given = {word.partition("=")[0] for word in argv}
-        in_file = _option(name) not in given
+        spelt = fields[name].settings.get("aliases", ()) if name in fields else ()
+        in_file = given.isdisjoint((_option(name), *spelt))
     if in_file and (files := _config_files(argv)):
         text = f"{', '.join(files)}: {text}"
     return UserError(text if "--help" in text else f"{text} (see '{prog} --help')")

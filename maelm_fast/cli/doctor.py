@@ -24,17 +24,15 @@ from maelm_fast.config import require
 
 PYTHON = (3, 11)
 TORCH = (2, 11)
-REQUIRED = (
-    "torch", "numpy", "pyarrow", "datasets", "tokenizers", "jsonargparse", "pyyaml", "rich", "safetensors",
-)  # fmt: skip
+REQUIRED = "torch numpy pyarrow datasets tokenizers jsonargparse pyyaml rich safetensors filelock".split()
 OPTIONAL = {
-    "transformers": ("hf", "export to Hugging Face and its reload check, 'finetune' and 'paper'"),
-    "accelerate": ("hf", "training an exported model with the Hugging Face Trainer"),
-    "matplotlib": ("plot", "'plot', 'rank', 'demo', reports of 'finetune' and 'paper'"),
-    "scikit-learn": ("finetune", "'finetune' and 'paper': metrics and baselines"),
-    "scipy": ("finetune", "'finetune' and 'paper': correlations"),
+    "transformers": "export to Hugging Face and its reload check, 'finetune' and 'paper'",
+    "accelerate": "training an exported model with the Hugging Face Trainer",
+    "matplotlib": "'plot', 'rank', 'demo', reports of 'finetune' and 'paper'",
+    "scikit-learn": "'finetune' and 'paper': metrics and baselines",
+    "scipy": "'finetune' and 'paper': correlations",
 }
-"""Package: the extra it belongs to, what is lost without it."""
+"""Package: what is lost without it."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +83,8 @@ def package_rows() -> list[Row]:
             rows.append(Row(name, f"{version}: {_dotted(TORCH)} or newer is needed: {remedy}", "fail"))
         else:
             rows.append(Row(name, version))
-    for name, (extra, purpose) in OPTIONAL.items():
-        missing = f'not installed; without it no {purpose}: pip install "maelm_fast[{extra}]"'
+    for name, purpose in OPTIONAL.items():
+        missing = f"not installed; without it no {purpose}: pip install {name}"
         version = _version(name)
         rows.append(Row(name, version or missing, "ok" if version else "note"))
     triton = _version("triton")
@@ -153,7 +151,7 @@ def extension_rows() -> list[Row]:
     host = native.host() is not None
     ops = native.ops()
     lost = {
-        "host": "masks are drawn and documents packed in NumPy, several times slower",
+        "host": "masks are drawn and documents packed in PyTorch and NumPy, several times slower",
         "ops": "the CPU's embedding, LayerNorm, scatter and dropout run in plain PyTorch",
     }
     return [

@@ -33,7 +33,7 @@ MOVED = {"reproduce": "paper EXPERIMENT", **{name: f"paper {name}" for name in (
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[_Stderr()])
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[Stderr()])
     logging.getLogger("maelm_fast").setLevel(logging.INFO)
     if argv and argv[0] == "--version":
         print(f"maelm-fast {__version__}")
@@ -57,7 +57,7 @@ def _find(name: str) -> Main:
     return main
 
 
-class _Stderr(logging.Handler):
+class Stderr(logging.Handler):
     """Writes to what sys.stderr is now: while a progress line is shown, rich puts there what prints above the line."""
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -14,13 +14,13 @@ from maelm_fast.config import to_dict
 EXAMPLES = """
     maelm-fast presets
     maelm-fast presets table2/misaligned
-    maelm-fast presets base > mine.yaml      # to change, for: maelm-fast pretrain base --config mine.yaml ...
+    maelm-fast presets base > mine.yaml
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """List the presets, or print one in full as YAML."""
+    """List the presets, or print one in full as YAML, to change and give to 'pretrain --config'."""
 
     name: str | None = option(None, positional=True)
     """A preset, such as base or table2/misaligned."""

@@ -143,5 +143,5 @@ def _pack_host(host: ModuleType, batch: RaggedBatch, counts: Sequence[int], mask
         special=masker.special,
         seed=masker.seed & 0xFFFFFFFFFFFFFFFF,
     )
-    original = (tuple(lengths.tolist()) for lengths in np.split(batch.lengths, np.cumsum(counts)[:-1]))
+    original = (tuple(lengths.tolist()) for lengths in np.split(batch.lengths, np.cumsum(counts))[:-1])
     return PackedUpdate(made[0], list(zip(visible, original, masked, strict=True)))

@@ -102,7 +102,7 @@ class PrepareConfig:
     validation: float = 0.01
     """Share of the documents for validation, chosen by a hash of their text."""
     validation_inputs: tuple[str, ...] = ()
-    """Validate on these instead."""
+    """Validate on these instead of a share."""
     text_field: str = "text"
     """Field or column that holds the text."""
     seed: int = 0
@@ -122,10 +122,6 @@ class PrepareConfig:
             f"not {self.vocab_size}",
         )
         require(0.0 < self.validation < 1.0, f"validation must lie between 0 and 1, not {self.validation}")
-        require(
-            not self.validation_inputs or self.validation == PrepareConfig.validation,
-            "validation is a share of the inputs, and validation_inputs are given instead: remove one of the two",
-        )
         require(self.workers >= 1, f"workers must be at least 1, not {self.workers}")
         require(0 <= self.seed < 2**63, f"seed must lie in [0, 2**63), not {self.seed}")
         require(self.sample_mode in ("full", "document"), f"sample_mode is full or document, not {self.sample_mode}")

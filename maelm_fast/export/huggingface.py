@@ -126,7 +126,7 @@ def _require_transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise UserError('export needs transformers: pip install "maelm_fast[hf]"') from None
+        raise UserError("export needs transformers: pip install transformers") from None
     return transformers
 
 

@@ -31,7 +31,7 @@ def require_transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise UserError('Hugging Face directories need transformers: pip install "maelm_fast[hf]"') from None
+        raise UserError("Hugging Face directories need transformers: pip install transformers") from None
     return transformers
 
 

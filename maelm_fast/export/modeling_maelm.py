@@ -320,9 +320,12 @@ class MaeLmForMaskedLM(MaeLmPreTrainedModel):
         if self.decoder is not None:
             visible = ~masked if attention_mask is None else ~masked & attention_mask.bool()
         encoded = self.encoder(
-            input_ids, attention_mask, position_ids=position_ids, output_hidden_states=output_hidden_states,
+            input_ids,
+            attention_mask,
+            position_ids=position_ids,
+            output_hidden_states=output_hidden_states,
             visible=visible,
-        )  # fmt: skip
+        )
         x = encoded.last_hidden_state
         if self.decoder is not None:
             table: Any = self.encoder.token_embedding.weight
@@ -362,9 +365,12 @@ class MaeLmForSequenceClassification(MaeLmPreTrainedModel):
         """labels: (B,) classes; (B,) numbers if there is one label; (B, labels) zeros and ones if
         config.problem_type is "multi_label_classification"."""
         encoded = self.encoder(
-            input_ids, attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
+            input_ids,
+            attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
             output_hidden_states=output_hidden_states,
-        )  # fmt: skip
+        )
         x = encoded.last_hidden_state
         if attention_mask is None:
             first = x[:, 0]
@@ -406,9 +412,12 @@ class MaeLmForQuestionAnswering(MaeLmPreTrainedModel):
     ) -> QuestionAnsweringModelOutput | tuple[Tensor, ...]:
         """start_positions, end_positions: (B,) tokens; one outside the sequence does not count. Padding cannot win."""
         encoded = self.encoder(
-            input_ids, attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
+            input_ids,
+            attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
             output_hidden_states=output_hidden_states,
-        )  # fmt: skip
+        )
         logits = self.qa_outputs(encoded.last_hidden_state)
         if attention_mask is not None:
             logits = logits.masked_fill(~attention_mask.bool()[..., None], torch.finfo(logits.dtype).min)

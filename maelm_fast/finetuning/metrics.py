@@ -28,7 +28,7 @@ def require_scikit_learn() -> None:
         import scipy  # noqa: F401
         import sklearn  # noqa: F401
     except ImportError:
-        raise UserError("fine-tuning needs scikit-learn and scipy: pip install 'maelm_fast[finetune]'") from None
+        raise UserError("fine-tuning needs scikit-learn and scipy: pip install scikit-learn scipy") from None
 
 
 def evaluate(task: Task, predictions: NDArray, labels: NDArray) -> dict[str, float]:

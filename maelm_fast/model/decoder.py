@@ -48,9 +48,15 @@ class Decoder(nn.Module):
         """rows: (R, w), already projected. mask_embedding: (d,), not yet. Returns (N, w)."""
         norm = self.embedding_norm
         return ops.scatter_to_decoder(
-            rows, source, self._project(mask_embedding), positions, self.position_table, norm.weight, norm.bias,
+            rows,
+            source,
+            self._project(mask_embedding),
+            positions,
+            self.position_table,
+            norm.weight,
+            norm.bias,
             eps=norm.eps,
-        )  # fmt: skip
+        )
 
     def _bias(self) -> PositionBias | None:
         return self.relative_bias() if self.relative_bias is not None else None

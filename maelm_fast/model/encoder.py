@@ -48,9 +48,15 @@ class Encoder(nn.Module):
         dropout = Dropout(self.dropout_p if self.training else 0.0, dropout_seed)
         norm = self.embedding_norm
         x = ops.embed_packed(
-            ids, layout.positions, self.token_table, self.position_table, norm.weight, norm.bias, eps=norm.eps,
+            ids,
+            layout.positions,
+            self.token_table,
+            self.position_table,
+            norm.weight,
+            norm.bias,
+            eps=norm.eps,
             **dropout.at(0).arguments,
-        )  # fmt: skip
+        )
         bias = self.relative_bias() if self.relative_bias is not None else None
         everyone = AttentionLayout(layout)
         if layers is not None:

@@ -58,9 +58,18 @@ def embed_packed(
     name = dispatch.pick("embed_packed", backend, ids.device, able)
     if name == "reference":
         return reference_embed_packed(
-            ids, positions, token_table, position_table, weight, bias,
-            eps=eps, dropout_p=dropout_p, seed=seed, place=place, dtype=dtype,
-        )  # fmt: skip
+            ids,
+            positions,
+            token_table,
+            position_table,
+            weight,
+            bias,
+            eps=eps,
+            dropout_p=dropout_p,
+            seed=seed,
+            place=place,
+            dtype=dtype,
+        )
     pair = torch.ops.maelm_fast
     run = pair.embed_packed_triton_fwd if name == "triton" else pair.embed_packed_native_fwd
     norm = torch.promote_types(weight.dtype, bias.dtype)  # the kernels take one dtype for both; they seldom differ

@@ -14,9 +14,17 @@ from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training.rundir import load_run
 
 ENCODER_FIELDS = (
-    "vocab_size", "max_positions", "hidden_size", "num_layers", "num_heads", "ffn_size", "relative_bias",
-    "relative_buckets", "relative_max_distance", "layer_norm_eps",
-)  # fmt: skip
+    "vocab_size",
+    "max_positions",
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "ffn_size",
+    "relative_bias",
+    "relative_buckets",
+    "relative_max_distance",
+    "layer_norm_eps",
+)
 
 
 @dataclass(frozen=True)

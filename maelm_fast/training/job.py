@@ -44,6 +44,8 @@ def pretrain(preset: str, config: RunConfig, data: str, out: str, initial: Initi
     run = RunDir(out)
     if run.exists:
         _check_same(run, record, config)
+    elif run.path.is_file():
+        raise UserError(f"{run.path} is a file; choose another --out")
     elif run.path.exists() and any(run.path.iterdir()):
         raise UserError(f"{run.path} exists, is not empty and is not a run; choose another --out")
 
@@ -61,7 +63,13 @@ def pretrain(preset: str, config: RunConfig, data: str, out: str, initial: Initi
             return run
         if resumed:
             print(f"going on from step {trainer.progress.step:,}")
-        trainer.train()
+        try:
+            trainer.train()
+        except UserError:
+            if not run.steps() and not any(run.metrics()):  # refused before its first update: not a run yet
+                run.config_file.unlink()
+                run.metrics_file.unlink(missing_ok=True)
+            raise
     return run
 
 

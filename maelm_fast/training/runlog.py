@@ -57,7 +57,11 @@ class Display:
         if sys.stdout.isatty():
             from rich.progress import BarColumn, Progress, TextColumn
 
-            self._progress = Progress(TextColumn("{task.fields[text]}"), BarColumn(bar_width=10))
+            self._progress = Progress(
+                TextColumn("{task.fields[text]}"),
+                BarColumn(bar_width=10),
+                redirect_stderr=sys.stderr.isatty(),  # what is logged goes above the line; a file stays a file
+            )
             self._task = self._progress.add_task("", total=max_steps, completed=first_step, text="starting")
 
     def __enter__(self) -> Self:

@@ -40,9 +40,17 @@ LENGTHS = (20, 12, 7, 20)
 def small_model(decoder: str) -> ModelConfig:
     return presets.change(
         presets.tiny(),
-        model={"vocab_size": 64, "max_positions": 20, "hidden_size": 16, "num_layers": 2, "num_heads": 2,
-               "ffn_size": 32, "decoder": decoder, "decoder_relative_bias": False},
-    ).model  # fmt: skip
+        model={
+            "vocab_size": 64,
+            "max_positions": 20,
+            "hidden_size": 16,
+            "num_layers": 2,
+            "num_heads": 2,
+            "ffn_size": 32,
+            "decoder": decoder,
+            "decoder_relative_bias": False,
+        },
+    ).model
 
 
 def batch_of(lengths: tuple[int, ...], first: int = 0, policy: str = "mask", sees_mask: bool = True) -> PackedBatch:
@@ -167,8 +175,9 @@ def test_only_the_passes_that_the_named_inputs_need() -> None:
     batch = batch_of(LENGTHS)
     assert [list(p.counted) for p in encoder_inputs(batch, 63, ("without_mask",))] == [["without_mask"]]
     assert [list(p.counted) for p in encoder_inputs(batch, 63, ("real_positions", "visible"))] == [
-        ["real_positions"], ["visible"],
-    ]  # fmt: skip
+        ["real_positions"],
+        ["visible"],
+    ]
 
 
 def test_under_the_bert_policy_only_mask_tokens_count_as_mask() -> None:
@@ -190,8 +199,11 @@ def test_tokens_counted_and_ranks_equal_those_of_the_collected_states(decoder: s
     masked = sum(batch.counts.masked for batch in batches)
     tokens = {name: entry.tokens for name, entry in results.items()}
     expected = {
-        "with_mask": original, "without_mask": original, "mask_positions": masked, "real_positions": original - masked,
-    }  # fmt: skip
+        "with_mask": original,
+        "without_mask": original,
+        "mask_positions": masked,
+        "real_positions": original - masked,
+    }
     assert tokens == (expected if decoder == "none" else {**expected, "visible": original - masked})
 
     states: list[list[Tensor]] = []

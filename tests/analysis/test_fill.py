@@ -29,6 +29,7 @@ def run(make_run: Callable[..., RunDir]) -> LoadedRun:
         ("people <mask>.", "people way.", 2),
         ("people <mask>ing", "people waying", 2),
         ("<mask> way day", "people way day", 1),
+        ("[MASK] way day", "people way day", 1),
         ("people\nway <mask>", "people\nway day", 4),
     ],
 )

@@ -32,8 +32,13 @@ from maelm_fast.training.rundir import RunDir
 
 transformers = pytest.importorskip("transformers")
 PNG = b"\x89PNG\r\n\x1a\n"
-SHAPE = {"vocab_size": 310, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-         "intermediate_size": 48}  # fmt: skip
+SHAPE = {
+    "vocab_size": 310,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+}
 IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
 KINDS: dict[str, tuple[str, dict[str, Any], int]] = {
     "roberta": ("Roberta", {"max_position_embeddings": 42}, 40),
@@ -61,9 +66,15 @@ def checkpoints(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     tokenizer.save_pretrained(path / "gpt2")
     bart = transformers.BartConfig(
-        vocab_size=310, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=32, decoder_ffn_dim=32,
-        encoder_attention_heads=2, decoder_attention_heads=2,
-    )  # fmt: skip
+        vocab_size=310,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+    )
     transformers.BartModel(bart).save_pretrained(path / "bart")
     tokenizer.save_pretrained(path / "bart")
     for name in ("no_tokenizer", "no_mask_token", "other_tokenizer", "no_weights", "damaged"):
@@ -193,7 +204,7 @@ def test_texts_that_do_not_fit(
 
 def test_without_transformers_the_remedy_is_named(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UserError, match=r'pip install "maelm_fast\[hf\]"'):
+    with pytest.raises(UserError, match="pip install transformers"):
         load_checkpoint(checkpoints / "roberta", torch.device("cpu"))
 
 
@@ -236,7 +247,7 @@ def test_runs_and_checkpoints_are_compared_in_one_report(
         (["--data", "nowhere"], "name one with --data STORE"),
         (["--text", "embedded"], "--text is for --hf"),
         (["--length", "64"], "--length is for --hf"),
-        (["--depth", "7"], "unrecognized arguments"),
+        (["--depth", "7"], "unknown option '--depth'"),
     ],
 )
 def test_wrong_arguments_say_what_is_wrong(

@@ -30,6 +30,8 @@ def place(store: Path, text_file: Path, tmp_path_factory: pytest.TempPathFactory
     (here / "tokenizer.json").write_text("{}")
     (here / "key.yaml").write_text("optim:\n  learning_rate: 1\n")
     (here / "type.yaml").write_text("optim:\n  lr: fast\n")
+    (here / "good.yaml").write_text("seed: 1\n")
+    (here / "twice.yaml").write_text("optim:\n  lr: 1e-3\n  lr: 1e-4\n")
     (here / "syntax.yaml").write_text("optim: [\n")
     for name, damage in (("truncated", "cut"), ("other", "tokenizer"), ("nomanifest", "manifest")):
         copy = here / name
@@ -55,22 +57,26 @@ def place(store: Path, text_file: Path, tmp_path_factory: pytest.TempPathFactory
 PREPARE = "data prepare {p}/text.txt --out {p}/out"
 PRETRAIN = "pretrain tiny --data {p}/store --out {p}/out"
 CASES = {
-    "no such command": ("pretain", "unknown command 'pretain'"),
+    "no such command": ("pretain", "unknown command 'pretain', did you mean 'pretrain'?"),
+    "no such command of data": ("data prepair", "unknown command 'prepair', did you mean 'prepare'?"),
+    "no such command of the paper": ("paper swep", "unknown command 'swep', did you mean 'sweep'?"),
     "no preset": ("pretrain --data {p}/store --out {p}/out", "name a preset first"),
-    "unknown preset": ("pretrain tinny --data {p}/store --out {p}/out", "unknown preset 'tinny'"),
-    "unknown option": (PRETRAIN + " --optim.lrr 1", "did you mean 'optim.lr'"),
-    "option of the wrong type": (PRETRAIN + " --optim.lr fast", "error: Parser key \"optim.lr\": Expected a float"),
-    "option without a value": (PRETRAIN + " --optim.lr", "--optim.lr: expected one argument"),
-    "choice that is none": (PRETRAIN + " --model.decoder both", "Got value: both"),
+    "unknown preset": ("pretrain tinny --data {p}/store --out {p}/out", "unknown preset 'tinny', did you mean 'tiny'?"),
+    "unknown option": (PRETRAIN + " --optim.lrr 1", "did you mean '--optim.lr'?"),
+    "option of the wrong type": (PRETRAIN + " --optim.lr fast", "error: --optim.lr takes a number, not fast"),
+    "option without a value": (PRETRAIN + " --optim.lr", "--optim.lr/--lr: expected one argument"),
+    "choice that is none": (PRETRAIN + " --model.decoder both", "--model.decoder takes one of none, self, cross,"),
     "rate out of range": (PRETRAIN + " --masking.rate 1.0", "masking.rate must lie between 0 and 1"),
     "negative lr": (PRETRAIN + " --optim.lr -1", "optim.lr must be positive"),
-    "warm-up beyond the end": (PRETRAIN + " --optim.warmup_steps 9999999", "must be at least 0 and below"),
+    "warm-up beyond the end": (PRETRAIN + " --optim.warmup_steps 9999999", "at least 0 and below"),
     "heads that do not divide": (PRETRAIN + " --model.num_heads 3", "not a multiple of model.num_heads"),
     "zero micro-batch": (PRETRAIN + " --runtime.micro_batch_size 0", "runtime.micro_batch_size must be positive"),
-    "config key": (PRETRAIN + " --config {p}/key.yaml", "key.yaml: unknown option 'optim.learning_rate'"),
-    "config type": (PRETRAIN + " --config={p}/type.yaml", "type.yaml: Parser key \"optim.lr\": Expected a float"),
+    "config key": (PRETRAIN + " --config {p}/key.yaml", "key.yaml: unknown option '--optim.learning-rate'"),
+    "config type": (PRETRAIN + " --config={p}/type.yaml", "type.yaml: --optim.lr takes a number, not fast"),
     "config syntax": (PRETRAIN + " --config {p}/syntax.yaml", "syntax.yaml: Problems parsing config"),
-    "config missing": (PRETRAIN + " --config {p}/none.yaml", "File does not exist"),
+    "config key twice": (PRETRAIN + " --config {p}/twice.yaml", "twice.yaml: line 2: 'lr' stands twice"),
+    "short option": (PRETRAIN + " --config {p}/good.yaml --lr fast", "error: --optim.lr takes a number"),
+    "config missing": (PRETRAIN + " --config {p}/none.yaml", "--config: File does not exist"),
     "store missing": ("pretrain tiny --data {p}/none --out {p}/out", "none is not a token store"),
     "store without manifest": ("pretrain tiny --data {p}/nomanifest --out {p}/out", "no manifest.json"),
     "store truncated": ("pretrain tiny --data {p}/truncated --out {p}/out", "bytes instead of"),
@@ -78,6 +84,8 @@ CASES = {
     "vocabulary unlike the store's": (PRETRAIN + " --model.vocab_size 4096", "leave model.vocab_size out"),
     "sequence too long": (PRETRAIN + " --model.max_positions 16", "do not fit model.max_positions 16"),
     "run directory taken": ("pretrain tiny --data {p}/store --out {p}/notrun", "is not a run"),
+    "run directory is a file": ("pretrain tiny --data {p}/store --out {p}/text.txt", "text.txt is a file"),
+    "run directory in a file": ("pretrain tiny --data {p}/store --out {p}/text.txt/run", "choose another --out"),
     "run directory unwritable": ("pretrain tiny --data {p}/store --out /proc/none/run", "choose another --out"),
     "init from nothing": (PRETRAIN + " --init-from {p}/none", "no such directory"),
     "init from what is no model": (PRETRAIN + " --init-from {p}/notrun", "no config.json"),
@@ -87,6 +95,7 @@ CASES = {
     ),
     "init from a torn run": (PRETRAIN + " --init-from {p}/torn", "every checkpoint is damaged"),
     "seed negative": (PRETRAIN + " --seed -1", "seed must lie in"),
+    "backend that cannot run": (PRETRAIN + " --runtime.backend.attention flash", "backend 'flash' cannot run"),
     "no gpu": (PRETRAIN + " --runtime.device cuda", "sees no GPU"),
     "input missing": ("data prepare {p}/none.txt --out {p}/out", "none.txt does not exist"),
     "glob without match": ("data prepare {p}/*.none --out {p}/out", "no file matches"),
@@ -99,10 +108,17 @@ CASES = {
     "input that is to validate itself": (PREPARE + " --validation-input {p}/text.txt", "input and a validation input"),
     "vocabulary too small": (PREPARE + " --vocab-size 100", "vocab_size must lie between 261"),
     "sequence too short": (PREPARE + " --seq-len 2", "seq_len must lie between"),
+    "validation share and input": (
+        PREPARE + " --validation 0.1 --validation-inputs {p}/none.txt",
+        "--validation is a share of the inputs",
+    ),
     "validation share of one": (PREPARE + " --validation 1.0", "validation must lie between 0 and 1"),
     "tokenizer that is none": (PREPARE + " --tokenizer {p}/tokenizer.json", "is not a tokenizer.json"),
-    "store unwritable": ("data prepare {p}/text.txt --out /proc/none/store", "cannot write /proc/none"),
-    "mode that is none": (PREPARE + " --mode half", "choose from 'full', 'document'"),
+    "store unwritable": (
+        "data prepare {p}/text.txt --out /proc/none/store",
+        "cannot write /proc/none: No such file or directory; choose another --out",
+    ),
+    "mode that is none": (PREPARE + " --mode half", "--sample-mode takes one of full, document, not half"),
     "run missing": ("fill {p}/none <mask>", "not a run directory"),
     "checkpoint truncated": ("fill {p}/torn <mask>", "every checkpoint is damaged"),
     "checkpoint missing": ("fill {p}/run <mask> --step 77", "no checkpoint at step 77"),

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import io
+import logging
+import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from maelm_fast import __version__, presets
-from maelm_fast.cli.main import COMMANDS, main
-from maelm_fast.cli.pretrain import parse
+from maelm_fast.cli.common import parse
+from maelm_fast.cli.main import COMMANDS, Stderr, main
+from maelm_fast.cli.pretrain import parsed
 from maelm_fast.stop import Stopped
 
 
@@ -62,10 +68,84 @@ def test_options_yaml_and_order_of_precedence(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("optim:\n  lr: 1e-3\n  betas: [0.9, 0.95]\nmodel: {dropout: 0.3}\nseed: 7\n")
     common = ["base", "--data", "d", "--out", "o"]
-    run = parse([*common, "--config", str(file), "--optim.lr", "2e-3"])["run"]
+    _, run = parsed([*common, "--config", str(file), "--optim.lr", "2e-3"])
     assert (run.optim.lr, run.optim.betas, run.model.dropout, run.seed) == (2e-3, (0.9, 0.95), 0.3, 7)
     assert run.optim.max_steps == presets.get("base").optim.max_steps
-    assert parse(common)["run"] == presets.get("base")
+    assert parsed(common)[1] == presets.get("base")
+
+
+def test_options_are_spelt_with_hyphens_or_underscores_and_the_usual_ones_are_short() -> None:
+    common = ["tiny", "--data", "~/store", "--out=~/runs/x"]
+    options, long = parsed([*common, "--optim.batch_size", "8", "--optim.max-steps=90", "--optim.warmup_steps", "9"])
+    _, short = parsed([*common, "--batch_size", "8", "--steps", "90", "--warmup", "0.1"])
+    assert long == short
+    assert (long.optim.batch_size, long.optim.max_steps, long.optim.warmup_steps) == (8, 90, 9)
+    assert (options.data, options.out) == (Path.home() / "store", Path.home() / "runs" / "x")
+
+
+@pytest.mark.parametrize("preset", presets.names())
+def test_a_short_run_needs_one_option(preset: str) -> None:
+    """It warms up for the preset's share of its steps."""
+    full, common = presets.get(preset).optim, [preset, "--data", "d", "--out", "o"]
+    assert parsed(common)[1].optim.warmup_steps == full.warmup_steps
+    short = parsed([*common, "--steps", "50"])[1].optim
+    assert (short.max_steps, short.warmup_steps) == (50, round(50 * full.warmup_steps / full.max_steps))
+    assert type(short.warmup_steps) is int
+
+
+COMMAND_LINES = [
+    *([name] for name in COMMANDS if name not in ("data", "paper", "doctor")),
+    ["data", "prepare"], ["data", "show"], ["paper", "fig1"], ["paper", "sweep"], ["paper", "prompt"],
+    ["paper", "theory"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMAND_LINES, ids=" ".join)
+def test_help_is_a_screen_with_examples_that_are_right(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("seed: 1\n")
+    helped(command, "--help")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    name = "experiment" if command[1:] == ["fig1"] else command[-1] if command[0] == "paper" else command[0]
+    module = importlib.import_module(f"maelm_fast.cli.{'paper.' if command[0] == 'paper' else ''}{name}")
+    monkeypatch.setattr(module, "parse", lambda *given, **settings: parsed_well(parse(*given, **settings)))
+    examples = " ".join(lines[1 : lines.index("", 2)]).replace("\\", "").split("maelm-fast ")[1:]
+    assert len(examples) >= 2
+    for example in examples:
+        with pytest.raises(Parsed):
+            main(shlex.split(example.partition(" > ")[0]))
+
+
+class Parsed(Exception):
+    pass
+
+
+def parsed_well(_: object) -> None:
+    raise Parsed
+
+
+def helped(command: list[str], option: str) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([*command, option])
+
+
+def test_all_of_the_help_has_the_presets_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    helped(["pretrain", "tiny"], "--help-all")
+    told = " ".join(capsys.readouterr().out.split())
+    assert "--model.hidden-size N (default: 128)" in told
+    assert "--runtime.backend.attention {auto,flash," in told
+    helped(["pretrain", "tiny"], "--help")
+    assert "--model.hidden-size" not in capsys.readouterr().out
+
+
+def test_help_imports_no_torch() -> None:
+    code = "import sys; from maelm_fast.cli.main import main; main(['--help']); print('torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "False"
 
 
 @pytest.mark.parametrize("old", ["reproduce", "sweep", "prompt", "theory"])
@@ -75,8 +155,21 @@ def test_a_command_that_moved_says_where_to(old: str, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == f"error: 'maelm-fast {old}' is now 'maelm-fast {new}'\n"
 
 
-@pytest.mark.parametrize("what", ["fig1", "sweep", "prompt", "theory"])
-def test_the_papers_commands_have_help(what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["paper", what, "--help"])
-    assert "usage: maelm-fast paper" in capsys.readouterr().out
+def test_a_run_goes_on_with_the_warm_up_that_it_was_started_with(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also one of an older version, which had the preset's number of updates and not its share."""
+    command = ["pretrain", "tiny", "--data", str(store), "--out", str(tmp_path / "run"), "--steps", "3"]
+    assert main([*command, "--warmup", "2"]) == 0
+    assert main(command) == 0
+    assert "already finished" in capsys.readouterr().out
+    assert main([*command, "--warmup", "1"]) == 2
+    assert "was started with optim.warmup_steps=2" in capsys.readouterr().err
+
+
+def test_what_is_logged_goes_to_the_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a progress line is shown, rich has put its own there."""
+    handler = Stderr()
+    monkeypatch.setattr("sys.stderr", now := io.StringIO())
+    handler.emit(logging.makeLogRecord({"msg": "above the line"}))
+    assert now.getvalue() == "above the line\n"

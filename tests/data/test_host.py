@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from maelm_fast import native
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import MaskingConfig
-from maelm_fast.data.masking import pack, pack_plain
-from maelm_fast.data.order import permutation, permutation_reference
+from maelm_fast.data.masking import end_to_end, pack, pack_plain, pack_update
+from maelm_fast.data.order import permutation, permutation_numpy
 from maelm_fast.errors import UserError
 from maelm_fast.masking import Masker, Vocabulary
 from tests.batches import assert_same_batch
@@ -116,12 +116,31 @@ def test_both_refuse_the_same_input(implementation: Callable[..., PackedBatch]) 
         implementation([np.array([0])], np.arange(2), np.arange(1), Masker(MaskingConfig(), VOCABULARY, 0, False))
 
 
+@pytest.mark.parametrize("built", [True, False])
+def test_an_update_may_have_no_sequences(built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None at all, or micro-batches of none."""
+    if not built:
+        monkeypatch.setattr(native, "host", lambda: None)
+    masker = Masker(MaskingConfig(), VOCABULARY, 0, False)
+    nothing = end_to_end([], np.empty(0, int), np.empty(0, int))
+    assert pack_update(nothing, [], masker).micro_batches() == []
+    one = end_to_end([np.arange(40)], np.zeros(1, int), np.zeros(1, int))
+    empty, full = pack_update(one, [0, 1], masker).micro_batches()
+    assert_same_batch(empty, pack([], np.empty(0, int), np.empty(0, int), masker))
+    assert_same_batch(full, pack([np.arange(40)], np.zeros(1, int), np.zeros(1, int), masker))
+    assert (empty.lengths, empty.counts, [len(t) for t in empty.tensors]) == (
+        ((), (), ()),
+        (0, 0, 0),
+        [0] * 4 + [1, 0] * 3,
+    )
+
+
 def test_without_the_extension_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = [np.arange(40)], np.arange(1), np.arange(1), Masker(MaskingConfig(), VOCABULARY, 0, False)
     built = pack(*arguments)
     monkeypatch.setattr(native, "host", lambda: None)
     assert_same_batch(pack(*arguments), built)
-    assert np.array_equal(permutation(np.arange(50), 50, 1, 2), permutation_reference(np.arange(50), 50, 1, 2))
+    assert np.array_equal(permutation(np.arange(50), 50, 1, 2), permutation_numpy(np.arange(50), 50, 1, 2))
 
 
 def test_the_bindings_check_what_would_be_out_of_bounds() -> None:
@@ -205,7 +224,7 @@ def test_the_order_is_the_same(size: int, seed: int, epoch: int, draw: int) -> N
     index = np.random.default_rng(draw).integers(0, size, (3, 11))
     ids = permutation(index, size, seed, epoch)
     assert ids.dtype == np.int64
-    assert np.array_equal(ids.reshape(-1), permutation_reference(index.reshape(-1), size, seed, epoch))
+    assert np.array_equal(ids.reshape(-1), permutation_numpy(index.reshape(-1), size, seed, epoch))
 
 
 def large_calls(scale: int) -> dict[str, Callable[[], object]]:
@@ -223,11 +242,24 @@ def large_calls(scale: int) -> dict[str, Callable[[], object]]:
         "spread": lambda: host.spread(lengths, 2048),
         "read": lambda: store.read(whole),
         "pack": lambda: host.pack(
-            ids=ids, lengths=np.array([len(ids)]), samples=one, epochs=one, counts=[1], alignment=1,
-            allocate=lambda elements: row[:elements], rate=0.5, stochastic=False, special_tokens=True, policy="mask",
-            shown=0.0, vocab_size=9, mask_id=8, special=(), seed=0,
+            ids=ids,
+            lengths=np.array([len(ids)]),
+            samples=one,
+            epochs=one,
+            counts=[1],
+            alignment=1,
+            allocate=lambda elements: row[:elements],
+            rate=0.5,
+            stochastic=False,
+            special_tokens=True,
+            policy="mask",
+            shown=0.0,
+            vocab_size=9,
+            mask_id=8,
+            special=(),
+            seed=0,
         ),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("name", ["pack", "best_fit", "spread", "read", "permute"])
@@ -281,7 +313,7 @@ print(faults() - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
-def test_freed_memory_is_kept() -> None:
+def test_a_process_keeps_freed_memory() -> None:
     """The same large blocks step after step: new pages each time, or the same ones.
 
     Blocks above 32 MiB, because glibc keeps smaller ones by itself once it has seen a few freed.

@@ -70,6 +70,28 @@ def test_globs_are_sorted_and_inputs_keep_their_order(tmp_path):
     )
 
 
+def test_a_directory_is_its_files_of_known_kinds(tmp_path):
+    (tmp_path / "sub").mkdir()
+    write(tmp_path / "sub" / "a.md.gz", TEXT)
+    write(tmp_path / "b.rst", "Third.")
+    write(tmp_path / "picture.png", b"\x89PNG")
+    assert read(tmp_path) == [("Third.",), *DOCUMENTS]
+
+
+def test_rows_of_csv_and_json(tmp_path):
+    rows = [{"text": "First line.\nSecond line."}, {"text": " "}, {"text": 'Next "document", caf\u00e9.'}]
+    quoted = "".join('"{}"\n'.format(row["text"].replace('"', '""')) for row in rows)
+    expected = [DOCUMENTS[0], ('Next "document", caf\u00e9.',)]
+    assert read(write(tmp_path / "a.csv.xz", f"text\n{quoted}")) == expected
+    assert read(write(tmp_path / "a.json", json.dumps(rows, indent=1))) == expected
+    assert read(write(tmp_path / "lines.json", "".join(json.dumps(row) + "\n" for row in rows))) == expected
+    fails("line 3 has no field 'body'", tmp_path / "a.csv.xz", text_field="body")
+    fails("object 1 has no field 'body'", tmp_path / "a.json", text_field="body")
+    fails("line 1 is not CSV", write(tmp_path / "b.csv", 'text\n"open'))
+    fails("is not JSON", write(tmp_path / "b.json", '[{"text": "open"'))
+    fails("field 'text' is not a string", write(tmp_path / "c.csv", "id,text\n1\n"))
+
+
 def test_a_file_whose_name_looks_like_a_glob(tmp_path):
     assert read(write(tmp_path / "a[1].txt", TEXT)) == DOCUMENTS
 
@@ -79,8 +101,9 @@ def test_wrong_inputs(tmp_path):
     fails("no input given")
     fails("does not exist", tmp_path / "b.txt")
     fails("no file matches", tmp_path / "*.jsonl")
-    fails("is a directory", tmp_path)
-    fails("unknown kind of file", write(tmp_path / "a.csv", "x"))
+    (tmp_path / "empty").mkdir()
+    fails("no file of a known kind", tmp_path / "empty")
+    fails("unknown kind of file", write(tmp_path / "a.docx", "x"))
     fails("unknown kind of file", write(tmp_path / "a.parquet.gz", "x"))
     fails("given twice", text, tmp_path / "*.txt")
     fails("given twice", text, f"{tmp_path}/./a.txt")

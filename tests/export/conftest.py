@@ -51,9 +51,14 @@ def tokenizer() -> Any:
 def make_run(tokenizer: Any) -> Callable[..., LoadedRun]:
     """make_run(masking, **fields of ModelConfig). 140 positions reach beyond the last bucket of 32/128."""
     base = ModelConfig(
-        vocab_size=tokenizer.get_vocab_size(), max_positions=140, hidden_size=32, num_layers=2, num_heads=2,
-        ffn_size=48, decoder_layers=2,
-    )  # fmt: skip
+        vocab_size=tokenizer.get_vocab_size(),
+        max_positions=140,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        ffn_size=48,
+        decoder_layers=2,
+    )
 
     def make(masking: MaskingConfig = MaskingConfig(), **fields: Any) -> LoadedRun:
         torch.manual_seed(0)

@@ -24,8 +24,12 @@ from maelm_fast.training.rundir import LoadedRun
 
 transformers = pytest.importorskip("transformers")
 SHAPE = {
-    "vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
-}  # fmt: skip
+    "vocab_size": 90,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+}
 KINDS = {
     "roberta": ("Roberta", {"max_position_embeddings": 142, "type_vocab_size": 1, "layer_norm_eps": 1e-3}),
     "bert": ("Bert", {"max_position_embeddings": 140, "pad_token_id": 0}),
@@ -129,8 +133,10 @@ def test_half_precision_pickles_and_old_names(checkpoints: Path, edited: Callabl
     expected = read_checkpoint(checkpoints / "bert").state
     path = edited("bert")
     weights = load_file(path / "model.safetensors")
-    old = {n.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): t
-           for n, t in weights.items()}  # fmt: skip
+    old = {
+        n.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): t
+        for n, t in weights.items()
+    }
     old["bert.pooler.dense.weight"] = old["cls.seq_relationship.bias"] = torch.zeros(2)
     old["bert.embeddings.position_ids"] = torch.arange(140)
     torch.save(old, path / "pytorch_model.bin")

@@ -242,7 +242,7 @@ def test_existing_files_are_kept_and_an_empty_directory_is_used(make_run: MakeRu
 
 def test_transformers_missing(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UserError, match=r'pip install "maelm_fast\[hf\]"'):
+    with pytest.raises(UserError, match="pip install transformers"):
         export(make_run(), tmp_path / "out")
 
 
@@ -373,7 +373,7 @@ def test_the_shipped_bucket_rules_are_ours() -> None:
 def test_command(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "load_run", lambda path, step: replace(make_run(), step=step or 10))
+    monkeypatch.setattr("maelm_fast.training.rundir.load_run", lambda path, step: replace(make_run(), step=step or 10))
     assert command.main([str(tmp_path / "run"), "--step", "7"]) == 0
     out = tmp_path / "run" / "export" / "mpnet-step_7"
     assert f"written: {out} (format mpnet, MPNetModel, step 7)" in capsys.readouterr().out

@@ -197,6 +197,7 @@ def test_the_best_evaluation_is_kept_and_of_equals_the_first() -> None:
 
 
 def test_updates_without_finite_gradient_are_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.FineTuning, "max_nonfinite", 3)  # in a row, not in all
     data, encoder = toys.toy(toys.content_rows, 40, 20), toys.tiny_encoder()
     problem = Scripted(data, encoder, SHORT, [1.0] * 9)
     problem.broken = {2, 3, 7}

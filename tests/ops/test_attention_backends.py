@@ -183,10 +183,23 @@ def package(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None
 
 def stand_in_for_flash(monkeypatch: pytest.MonkeyPatch, calls: list[Any]) -> None:
     def flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
-        causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
-        return_attn_probs=False, block_table=None,
-    ):  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+        block_table=None,
+    ):
         assert (max_seqlen_q, max_seqlen_k) == (longest(cu_seqlens_q), longest(cu_seqlens_k))
         assert dropout_p == 0.0
         calls.append(deterministic)
@@ -286,9 +299,16 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reasons(
-    backend: str, *, name: str = "mixed", dtype: torch.dtype = torch.bfloat16, dim: int = 64, bias: bool = False,
-    dropout_p: float = 0.0, device: str = "cuda", v_dtype: torch.dtype | None = None,
-) -> str:  # fmt: skip
+    backend: str,
+    *,
+    name: str = "mixed",
+    dtype: torch.dtype = torch.bfloat16,
+    dim: int = 64,
+    bias: bool = False,
+    dropout_p: float = 0.0,
+    device: str = "cuda",
+    v_dtype: torch.dtype | None = None,
+) -> str:
     plan = plan_of(name)
     with FakeTensorMode():
         q = torch.empty(plan.queries.num_tokens, HEADS, dim, dtype=dtype, device=device)

@@ -105,9 +105,13 @@ def test_masked_cross_entropy(backend: str, z_loss: float) -> None:
 
 def test_masked_cross_entropy_of_nothing() -> None:
     loss, correct = ops.masked_cross_entropy(
-        torch.randn(0, 4, requires_grad=True), torch.randn(64, 4), torch.zeros(64), torch.empty(0, dtype=torch.int32),
-        vocab_size=50, backend="reference",
-    )  # fmt: skip
+        torch.randn(0, 4, requires_grad=True),
+        torch.randn(64, 4),
+        torch.zeros(64),
+        torch.empty(0, dtype=torch.int32),
+        vocab_size=50,
+        backend="reference",
+    )
     assert float(loss.detach()) == 0.0
     assert int(correct) == 0
     loss.backward()

@@ -98,8 +98,12 @@ def test_full_is_the_paper() -> None:
 
 def test_a_changed_configuration_is_another_cell() -> None:
     cell = plan("fig1").cells[0]
-    others = [plan("fig1", seeds=2).cells[1], plan("fig1", updates=50).cells[0], plan("fig1", "cpu").cells[0],
-              plan("fig6").cells[0]]  # fmt: skip
+    others = [
+        plan("fig1", seeds=2).cells[1],
+        plan("fig1", updates=50).cells[0],
+        plan("fig1", "cpu").cells[0],
+        plan("fig6").cells[0],
+    ]
     stores = [plan("fig1").with_data({cell.corpus: ("store", f, 1024)}).cells[0] for f in ("one", "another")]
     assert len({c.key for c in (cell, *others, *stores)}) == 7
 

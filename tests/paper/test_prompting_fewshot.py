@@ -68,10 +68,20 @@ def pretrained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     it must find the right one of all tokens. Which words are which it is not told of the toy task's."""
     config = presets.change(
         presets.get("tiny"),
-        model={"vocab_size": bpe().get_vocab_size(), "hidden_size": 32, "num_layers": 1, "num_heads": 2,
-               "ffn_size": 64, "max_positions": 32, "dropout": 0.0, "decoder": request.param, "decoder_layers": 1,
-               "relative_bias": "none", "decoder_relative_bias": False},
-    )  # fmt: skip
+        model={
+            "vocab_size": bpe().get_vocab_size(),
+            "hidden_size": 32,
+            "num_layers": 1,
+            "num_heads": 2,
+            "ffn_size": 64,
+            "max_positions": 32,
+            "dropout": 0.0,
+            "decoder": request.param,
+            "decoder_layers": 1,
+            "relative_bias": "none",
+            "decoder_relative_bias": False,
+        },
+    )
     torch.manual_seed(0)
     vocabulary = vocabulary_of(bpe())
     network = MaeLm(config.model, vocabulary.mask_id)

@@ -38,9 +38,14 @@ def test_precision(
 
 @pytest.mark.parametrize(
     ("name", "tera"),
-    [("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989),
-     ("NVIDIA H200 NVL", 835)],
-)  # fmt: skip
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+    ],
+)
 def test_peaks_are_those_of_the_card(name: str, tera: int) -> None:
     assert peak_flops(name) == tera * 1e12
     assert peak_flops("Tesla T4") is None

@@ -23,9 +23,10 @@ from maelm_fast.finetuning.examples import read_task
 from maelm_fast.finetuning.metrics import baselines
 from maelm_fast.finetuning.tasks import TASKS, Task
 from maelm_fast.paper import grids, printed
+from maelm_fast.paper.catalogue import GLUE
 from maelm_fast.paper.sweep import Model, Sweep, estimate, make_model, make_sweep, read_done, run_sweep
-from maelm_fast.paper.sweep_plot import PICTURE, draw
-from maelm_fast.paper.sweep_report import GLUE, REPORT, RUNS, write_tables
+from maelm_fast.paper.sweep_report import PICTURE, REPORT, draw, write_tables
+from maelm_fast.reporting import RESULTS
 from maelm_fast.stop import Stopped
 
 PAPER = {"base": (printed.TABLE_1, 0), "base++": (printed.TABLE_1, 1), "large++": (printed.TABLE_6, 0)}
@@ -37,7 +38,6 @@ EXAMPLES = """
         --workers 2 --out sweeps/glue
     maelm-fast paper sweep glue --model runs/base --data glue/ --grid paper-base --out sweeps/glue --plan
 """
-MAIN = "task text_columns label_column".split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +64,10 @@ class Options:
     """Ledger and reports; sweeps in one directory share runs."""
     seeds: int = 5
     """Each cell with seeds 0 to N-1; the paper's are 5."""
-    budget: int | None = None
+    budget: int | None = option(None, more=True)
     """A fixed pseudo-random subset of so many cells of each task's grid."""
     workers: int = 1
-    """Processes on this machine: each sees one GPU, in turn, or has its share of the CPU threads."""
+    """Processes, each with one GPU in turn, or its share of the CPU threads."""
     limit: int | None = option(None, more=True)
     """Training examples per task: a fixed pseudo-random subset."""
     engine: Literal["auto", "packed", "transformers"] = option("auto", more=True)
@@ -84,7 +84,7 @@ class Options:
 
 
 def main(argv: list[str]) -> int:
-    options, own = parse("paper sweep", argv, Options, TaskOptions, examples=EXAMPLES, main=MAIN)
+    options, own = parse("paper sweep", argv, Options, TaskOptions, examples=EXAMPLES)
     sweep = _sweep(options, own)
     out = options.out
     print("\n".join(_planned(sweep, out)), flush=True)
@@ -201,7 +201,7 @@ def _finish(sweep: Sweep, out: Path) -> None:
     """The picture, and where everything is."""
     text = (out / REPORT).read_text(encoding="utf-8")
     print("\n" + text.split("## Results", 1)[1].split("## Best cells", 1)[0].strip() + "\n")
-    written = f"written: {out / REPORT}, best.json, {RUNS}"
+    written = f"written: {out / REPORT}, {RESULTS}"
     try:
         draw(sweep, out)
     except UserError as error:

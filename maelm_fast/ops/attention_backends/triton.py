@@ -33,7 +33,7 @@ def why_not(call: Call) -> list[str]:
 def run(call: Call) -> Tensor:
     line = lookup = None
     if call.bias is not None and call.bias.reach > 0:  # one bias for every distance changes nothing
-        line, lookup = call.bias.line, _lookup(call.bias)
+        line, lookup = call.bias.line, lookup_of(call.bias)
     queries, keys = call.layout.queries, call.layout.keys
     out: Tensor = torch.ops.maelm_fast.attention_triton_fwd(
         call.q,
@@ -54,7 +54,7 @@ def run(call: Call) -> Tensor:
     return out
 
 
-def _lookup(bias: PositionBias) -> Tensor:
+def lookup_of(bias: PositionBias) -> Tensor:
     """(heads, 3P) fp32 for the kernel: the bias times log2(e) of each distance from 1-P to P-1, then -inf, which an
     absent key is given by a position that is too large."""
 
@@ -69,7 +69,7 @@ def _lookup(bias: PositionBias) -> Tensor:
 
 def _tiles(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """The query tiles of the forward kernel and of dq, the key tiles of dkv."""
-    from maelm_fast.kernels.attention import tile_lists
+    from maelm_fast.kernels.attention_tiles import tile_lists
 
     layout, dim, device = call.layout, call.q.shape[-1], call.q.device
     tiles: tuple[Tensor, Tensor, Tensor] = layout.keep(
