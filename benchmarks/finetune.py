@@ -37,15 +37,15 @@ from numpy.typing import NDArray
 from benchmarks.measure import append_rows, environment, quartiles
 from benchmarks.train_step import spread, transformers_version
 from maelm_fast import presets
-from maelm_fast.analysis.huggingface import quiet
 from maelm_fast.config import require
 from maelm_fast.data.corpus import embedded_corpus
 from maelm_fast.data.tokenizer import train_tokenizer
+from maelm_fast.encoders import PackedEncoder, load_encoder, padded, padded_places, seeded
 from maelm_fast.errors import UserError
 from maelm_fast.export.huggingface import export
+from maelm_fast.export.library import quiet, set_dropout
 from maelm_fast.finetuning.batches import token_batch
 from maelm_fast.finetuning.config import FinetuneConfig
-from maelm_fast.finetuning.encoders import PackedEncoder, load_encoder, padded, padded_places, seeded, set_dropout
 from maelm_fast.finetuning.examples import Examples, SpanExamples, TaskData, read_task
 from maelm_fast.finetuning.heads import SequenceModel
 from maelm_fast.finetuning.metrics import evaluate

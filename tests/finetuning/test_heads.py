@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from maelm_fast.encoders import PackedEncoder, TokenBatch, load_encoder
 from maelm_fast.export.huggingface import export
-from maelm_fast.finetuning.batches import TokenBatch, token_batch
-from maelm_fast.finetuning.encoders import PackedEncoder, load_encoder
+from maelm_fast.finetuning.batches import token_batch
 from maelm_fast.finetuning.heads import SequenceModel, SpanModel
-from maelm_fast.finetuning.text import TextTokenizer
+from maelm_fast.text import TextTokenizer
 from tests.finetuning import small
 
 TEXTS = (["the fox", "a lazy dog jumps over", "is"], ["over and over", "the dog", "a fox?"])

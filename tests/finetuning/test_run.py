@@ -29,8 +29,9 @@ from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import TaskData
 from maelm_fast.finetuning.job import finetune, make_problem
 from maelm_fast.finetuning.problem import Problem, SentenceProblem
-from maelm_fast.finetuning.run import Result, evaluation_steps, saved_step, total_updates, train
+from maelm_fast.finetuning.run import Result, evaluation_steps, total_updates, train
 from maelm_fast.stop import Stopped
+from maelm_fast.training.files import newest_whole
 from maelm_fast.work import Ledger
 from tests.finetuning import toys
 from tests.waiting import wait_until
@@ -122,7 +123,7 @@ def test_micro_batches_change_only_rounding() -> None:
 def test_updates_are_divided_by_tokens() -> None:
     data, encoder = toys.toy(toys.content_rows, 40, 10), toys.tiny_encoder()
     config = replace(SHORT, micro_batch_tokens=25)
-    loop = module._Loop(make_problem(data, encoder, config), encoder, config, None, None, False, lambda: False)
+    loop = module.FineTuning(make_problem(data, encoder, config), encoder, config, print, None, False)
     indices = np.arange(20)
     parts = loop._micro_batches(indices)
     assert np.concatenate(parts).tolist() == indices.tolist()
@@ -196,6 +197,7 @@ def test_the_best_evaluation_is_kept_and_of_equals_the_first() -> None:
 
 
 def test_updates_without_finite_gradient_are_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.FineTuning, "max_nonfinite", 3)  # in a row, not in all
     data, encoder = toys.toy(toys.content_rows, 40, 20), toys.tiny_encoder()
     problem = Scripted(data, encoder, SHORT, [1.0] * 9)
     problem.broken = {2, 3, 7}
@@ -203,9 +205,27 @@ def test_updates_without_finite_gradient_are_left_out_and_counted(monkeypatch: p
     assert result.skipped == 3
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
     assert all(np.isfinite(row["loss"]) for row in result.curve)
-    monkeypatch.setattr(module, "MAX_NONFINITE", 2)
+    monkeypatch.setattr(module.FineTuning, "max_nonfinite", 2)
     problem.calls = 0
     with pytest.raises(UserError, match=r"2 updates in a row .* step 3"):
+        train(problem, encoder, SHORT)
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("loss", r"out of memory with \d+ tokens in a forward pass: lower --micro-batch-tokens"),
+        ("evaluate", "out of memory in an evaluation: lower --max-length"),
+    ],
+)
+def test_out_of_memory_is_one_line(where: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    data, encoder = toys.toy(toys.content_rows, 40, 20), toys.tiny_encoder()
+    problem = make_problem(data, encoder, SHORT)
+    monkeypatch.setattr(problem, where, full)
+    with pytest.raises(UserError, match=message):
         train(problem, encoder, SHORT)
 
 
@@ -253,9 +273,9 @@ def test_a_damaged_state_is_not_gone_on_with(tmp_path: Path, caplog: pytest.LogC
     whole, _, _ = train(problem, encoder, SHORT)
     with pytest.raises(Stopped):
         train(problem, encoder, SHORT, resume=tmp_path, stop=stopping_at(3))
-    assert saved_step(tmp_path) == 3
+    assert newest_whole(tmp_path) == tmp_path / "step_3"
     spoil(tmp_path / "step_3" / "model.safetensors")
-    assert saved_step(tmp_path) == 0
+    assert newest_whole(tmp_path) is None
     assert numbers(train(problem, encoder, SHORT, resume=tmp_path)[0]) == numbers(whole)
     assert "step_3 is damaged: model.safetensors" in caplog.text
 
@@ -451,8 +471,8 @@ def test_transformers_engine_learns_the_same(tmp_path: Path) -> None:
     """The same weights through transformers' MPNet, padded: the same curve up to rounding. (RoBERTa has a token type
     row to train besides.)"""
     pytest.importorskip("transformers")
+    from maelm_fast.encoders import load_encoder
     from maelm_fast.export.huggingface import export
-    from maelm_fast.finetuning.encoders import load_encoder
     from maelm_fast.training.rundir import load_run
 
     run = toys.make_run(tmp_path / "run")

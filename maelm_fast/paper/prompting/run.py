@@ -19,16 +19,15 @@ from torch import nn
 from maelm_fast import work as queue
 from maelm_fast.config import require, to_dict
 from maelm_fast.data.order import subset
+from maelm_fast.encoders import Engine, TextEncoder, load_encoder
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
-from maelm_fast.finetuning.encoders import Engine, TextEncoder, load_encoder
 from maelm_fast.finetuning.examples import Examples, TaskData
 from maelm_fast.finetuning.fingerprint import data_fingerprint, deciding, digest
 from maelm_fast.finetuning.problem import SentenceProblem
 from maelm_fast.finetuning.run import Watch, device_of
 from maelm_fast.paper.prompting.cloze import ClozeProblem
 from maelm_fast.paper.prompting.fewshot import FewShotConfig, draw, few_shot
-from maelm_fast.paper.prompting.masked_lm import MaskedLm, load_masked_lm
 from maelm_fast.paper.prompting.templates import Template
 from maelm_fast.paper.prompting.tokens import label_ids, shown
 from maelm_fast.paper.sweep import Model
@@ -185,7 +184,7 @@ class Worker(queue.Worker[Unit]):
 
     def __init__(self, plan: Plan, out: Path, watch: Watch | None = None) -> None:
         self.plan, self.out, self.watch = plan, out, watch
-        self.encoder: tuple[Any, TextEncoder | MaskedLm] | None = None
+        self.encoder: tuple[Any, TextEncoder] | None = None
         self.test: tuple[Any, SentenceProblem] | None = None
         self.device, self.precision = device_of(plan.base)
 
@@ -207,7 +206,7 @@ class Worker(queue.Worker[Unit]):
         encoder = self._encoder(unit)
 
         def make(part: TaskData, config: FinetuneConfig) -> SentenceProblem:
-            if isinstance(encoder, MaskedLm):
+            if encoder.mask_in is not None:
                 return ClozeProblem(part, encoder, unit.question.template, config)
             return SentenceProblem(part, encoder, config)
 
@@ -232,7 +231,7 @@ class Worker(queue.Worker[Unit]):
         result |= {"test": evaluation.metrics, "test_truncation": truncation, **evaluation.details}
         return result, evaluation.predictions
 
-    def _encoder(self, unit: Unit) -> TextEncoder | MaskedLm:
+    def _encoder(self, unit: Unit) -> TextEncoder:
         place = (unit.model, unit.mode == "head")
         if self.encoder is None or self.encoder[0] != place:
             self.encoder = None  # two models at once may be more than the memory holds
@@ -244,8 +243,10 @@ def _encoder(plan: Plan, model: Model) -> TextEncoder:
     return load_encoder(model.path, step=model.step, engine=engine_of(plan, model), dropout=plan.base.dropout)
 
 
-def _masked_lm(plan: Plan, model: Model) -> MaskedLm:
-    return load_masked_lm(model.path, step=model.step, engine=engine_of(plan, model), dropout=plan.base.dropout)
+def _masked_lm(plan: Plan, model: Model) -> TextEncoder:
+    return load_encoder(
+        model.path, step=model.step, engine=engine_of(plan, model), dropout=plan.base.dropout, head=True
+    )
 
 
 def engine_of(plan: Plan, model: Model) -> Engine:

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from maelm_fast.errors import UserError
-from maelm_fast.finetuning.text import TextTokenizer
+from maelm_fast.text import TextTokenizer
 from tests.finetuning import small
 
 
@@ -133,7 +133,7 @@ def test_parts_of_a_text_are_taken_as_they_are(ours: TextTokenizer) -> None:
 def test_texts_of_several_portions_stay_in_order(ours: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["the fox", "a dog", "lazy", "", "over the dog"]
     expected = [ids.tolist() for ids in ours.tokenize(texts)]
-    monkeypatch.setattr("maelm_fast.finetuning.text._AT_ONCE", 2)
+    monkeypatch.setattr("maelm_fast.text._AT_ONCE", 2)
     assert [ids.tolist() for ids in ours.tokenize(texts)] == expected == [plain(text) for text in texts]
     assert [piece.ids.tolist() for piece in ours.tokenize_with_offsets(texts)] == expected
 
