@@ -351,7 +351,7 @@ def test_the_tokenizer_sees_nothing_of_the_validation_split(text, inputs):
     foreign = text.parent / "foreign.txt"
     foreign.write_text("\n\n".join(" ".join(["zyzzyva"] * 50 + [str(i)]) for i in range(20)))
     if inputs:
-        config = configure(text, validation_inputs=(str(foreign),))
+        config = configure(text, validation_inputs=(str(foreign),), validation=PrepareConfig.validation)
     else:
         config = dataclasses.replace(configure(text), inputs=(str(text), str(foreign)))
     with pytest.MonkeyPatch.context() as patch:

@@ -156,5 +156,5 @@ def stand_in() -> None:
         for key, value in list(vars(module).items()):
             if isinstance(value, triton.JITFunction) and key.endswith("_kernel"):
                 setattr(module, key, StandIn(value))
-    attention = importlib.import_module("maelm_fast.kernels.attention")
-    attention.tiles_for = lambda device, head_dim: attention.TILES[80, attention._padded(head_dim)]
+    tiles = importlib.import_module("maelm_fast.kernels.attention_tiles")
+    tiles.tiles_for = lambda device, head_dim: tiles.TILES[80, tiles.padded(head_dim)]
