@@ -269,7 +269,9 @@ if __name__ == "__main__":  # loader processes read this file too
 def start(store: Path, out: Path, after: int, workers: int = 0) -> subprocess.Popen[str]:
     """A run in a process of its own, which is held in the middle of an update, `after` updates of its own behind it,
     until `release`."""
-    code = CHILD.format(tests=str(Path(__file__).parents[2]), store=str(store), out=str(out), after=after, workers=workers)
+    code = CHILD.format(
+        tests=str(Path(__file__).parents[2]), store=str(store), out=str(out), after=after, workers=workers
+    )
     script = out.with_suffix(".py")  # a file, since spawned workers import the main module
     script.write_text(code)
     held = out.with_suffix(".held")
