@@ -60,7 +60,7 @@ def targets() -> dict[str, list[Step]]:
         "gate": [
             Step("build", ["benchmarks.gpu", "build"], 0.7, 1.5),
             Step("kernels", [*tests, "tests/ops", "--ignore", peers], 1.0, 2.0),
-            Step("updates", [*on_gpu, "tests/gpu/test_updates.py"], 0.7, 1.5),
+            Step("updates", [*on_gpu, "tests/gpu/test_updates.py", "tests/training/test_step.py"], 0.7, 1.5),
         ],
         "headline": [train_step("bias", *presets, bias, 3.5, 4.5), train_step("neither", *presets, neither, 2.5, 3.0)],
         "attention": [attention_of_kept(3.0, 5.0)],
@@ -72,8 +72,10 @@ def targets() -> dict[str, list[Step]]:
                  "ops_cuda.jsonl"),
             Step("ceilings", "benchmarks.ceilings --device cuda --batch 256 --rounds 3".split(), 0.4, 0.6,
                  "ceilings_cuda.jsonl"),
-            Step("runs", [*on_gpu, "tests/gpu/test_runs.py"], 0.6, 0.9),
+            Step("runs", [*on_gpu, "tests/gpu/test_runs.py", "tests/gpu/test_streams.py", "tests/training/test_run.py"],
+                 0.6, 0.9),
             Step("peers", [*tests, peers], 0.5, 0.7),
+            Step("sanitizer", [*on_gpu, "tests/gpu/test_sanitizer.py"], 0.9, 1.2),
         ],
     }  # fmt: skip
 

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import dataclasses
-import functools
-import importlib
 import multiprocessing
 import os
 import re
@@ -21,10 +18,9 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-KERNELS = Path(__file__).resolve().parents[1] / "kernels"
+from benchmarks.kernel_launches import OPS, Launch, compiled, launches
+
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # bytes a block may ask for
 SHARED_TOTAL = {80: 164 * 1024, 90: 228 * 1024}  # bytes a multiprocessor has; 1 KiB of each block's is the system's
 REGISTERS, MAX_WARPS, MAX_BLOCKS, WARP = 65536, 64, 32, 32
@@ -49,66 +45,30 @@ class Cost:
         return min(MAX_WARPS, blocks * self.warps) / MAX_WARPS
 
 
-def kernel_modules() -> list[str]:
-    """Names of the kernel files, without their shared part."""
-    return sorted(path.stem for path in KERNELS.glob("*.py") if path.stem != "common")
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.kernel_budget", description=__doc__.splitlines()[0])
-    parser.add_argument("--op", choices=kernel_modules(), help="this op only")
+    parser.add_argument("--op", choices=list(OPS), help="this op only")
     parser.add_argument("--all", action="store_true", help="also those that no preset launches, and fp16")
     arguments = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET=1 is set: interpreted kernels cannot be compiled; unset it")
     os.environ.setdefault("MLIR_DISABLE_MULTITHREADING", "1")  # a process a core already: threads would wait
-    places = [
-        (name, index, arch)
-        for name in ([arguments.op] if arguments.op else kernel_modules())
-        for index, variant in enumerate(_variants(name))
-        for arch in SHARED_LIMIT
-        if variant.arch in (None, arch)
-        and (arguments.all or not (variant.rare or "*fp16" in variant.signature.values()))
+    jobs = [
+        launch
+        for launch in launches([arguments.op] if arguments.op else list(OPS))
+        if arguments.all or any("rare" not in call and "fp16" not in call for call in launch.calls)
     ]
-    first: dict[tuple[Any, ...], tuple[str, int, int]] = {}  # of equal variants the first stands for all
-    same = {place: first.setdefault(_content(*place), place) for place in places}
-    jobs = list(first.values())
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context) as pool:
-        costs = dict(zip(jobs, pool.map(compile_variant, *zip(*jobs, strict=True)), strict=True))
-    over = show({place: costs[same[place]] for place in places})
+        over = show(dict(zip(jobs, pool.map(cost_of, jobs), strict=True)))
     print(f"{len(jobs)} compilations, {over} over budget")
     return 1 if over else 0
 
 
-def compile_variant(name: str, index: int, arch: int) -> Cost:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    variant = _variants(name)[index]
-    arguments = list(variant.kernel.arg_names)
-    signature = {a: "constexpr" if a in variant.constants else variant.signature[a] for a in arguments}
-    attributes = {(arguments.index(a),): [["tt.divisibility", 16]] for a in variant.divisible}
-    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants, attrs=attributes)
-    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **variant.options}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, WARP), options=options)
-    registers, stack = _resources(compiled.asm["cubin"])
-    return Cost(registers, stack, compiled.metadata.shared, variant.num_warps)
-
-
-@functools.cache
-def _variants(name: str) -> list[Any]:
-    variants: list[Any] = importlib.import_module(f"maelm_fast.kernels.{name}").variants()
-    return variants
-
-
-def _content(name: str, index: int, arch: int) -> tuple[Any, ...]:
-    """What makes a binary, as something to compare."""
-    variant = _variants(name)[index]
-    kernel = variant.kernel.fn
-    rest = repr(dataclasses.replace(variant, label="", kernel=None, arch=arch))
-    return kernel.__module__, kernel.__qualname__, rest
+def cost_of(launch: Launch) -> Cost:
+    binary = compiled(launch)
+    registers, stack = _resources(binary.asm["cubin"])
+    return Cost(registers, stack, binary.metadata.shared, launch.warps)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -127,11 +87,13 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return registers, stack + local
 
 
-def show(costs: dict[tuple[str, int, int], Cost]) -> int:
-    """Prints a line per variant; returns how many compilations are over budget."""
+def show(costs: dict[Launch, Cost]) -> int:
+    """Prints a line per kernel and call; returns how many compilations are over budget. Of calls that need the same
+    binary the first stands for all."""
     lines: dict[str, dict[int, Cost]] = {}
-    for (op, index, arch), cost in costs.items():
-        lines.setdefault(f"{op}: {_variants(op)[index].label.removeprefix(op).strip('_ ')}", {})[arch] = cost
+    for launch, cost in costs.items():
+        name = launch.kernel.strip("_").removesuffix("_kernel")
+        lines.setdefault(f"{name}: {launch.calls[0]}", {})[launch.arch] = cost
     width = max(map(len, lines))
     print(f"{'':{width}}" + "".join(f" | {f'sm_{arch}':<42}" for arch in SHARED_LIMIT))
     print(f"{'':{width}}" + " | warps  registers  spilled  KiB  resident   " * len(SHARED_LIMIT))

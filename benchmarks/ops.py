@@ -11,7 +11,7 @@ torch.compile and the peer library, where it is installed.
    copy reaches in the same run.
 
 Who fails has a row with the reason, and the others go on; the exit status is 1 if ours failed. The host's own code
-(mask drawing, packing of documents) is timed against NumPy on one core.
+(mask drawing, packing of documents) is timed against its reference on one core.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def listing(entry: Entry, device: str) -> str:
 
 
 def host_rows(rounds: int) -> list[dict[str, Any]]:
-    """Mask drawing with packing into a batch, and best-fit packing of documents: compiled code against NumPy."""
+    """Mask drawing with packing, and best-fit packing of documents: compiled code against its reference."""
     if native.host() is None:
         print(f"host code: {native.reasons['host']}")
         return []
@@ -190,7 +190,7 @@ def host_rows(rounds: int) -> list[dict[str, Any]]:
     pairs = zip(pack(*arguments).tensors, pack_plain(*arguments).tensors, strict=True)
     same = all(torch.equal(a, b) for a, b in pairs)
     if not same or count != their_count or not np.array_equal(bins, theirs):
-        raise SystemExit("gate: the compiled host code and NumPy disagree; nothing is timed")
+        raise SystemExit("gate: the compiled host code and the reference disagree; nothing is timed")
     cases: list[tuple[str, Call, Call, str]] = [
         ("mask and pack 32 x 512", lambda: pack(*arguments), lambda: pack_plain(*arguments), "tokens/s"),
         (

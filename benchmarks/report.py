@@ -2,7 +2,7 @@
 
     python -m benchmarks.report                    # tables
     python -m benchmarks.report --plot FILE.png    # tokens/s and where a step's time goes, as a picture
-    python -m benchmarks.report --write            # the tables in README.md and benchmarks/README.md
+    python -m benchmarks.report --write            # the tables in the READMEs
     python -m benchmarks.report --check            # exit code 1 if --write would change them
 
 A table is made once, and printed as text or as markdown. In the READMEs only what stands between the lines
@@ -70,6 +70,7 @@ OVER = ("hf", "hf_compiled", "padded", "roberta_base")  # whom the tables compar
 REGIONS = {
     "README.md": ("headline",),
     "benchmarks/README.md": ("train_step", "finetune", "ops", "attention", "loader", "projection"),
+    "kernels/README.md": ("executed",),
 }
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 MORE = "Equal losses on equal weights come first; all settings: [benchmarks/](benchmarks/README.md)."
@@ -369,6 +370,29 @@ def finetune_tables(rows: Sequence[Row]) -> Iterator[Table]:
         yield Table(title, header, cells, notes)
 
 
+def executed_tables(rows: Sequence[Row]) -> Iterator[Table]:
+    """One table for all versions of Triton: counts of PTX, no times."""
+    case = ("kernel", "shape", "dropout", "bias", "unit")
+    newest = newest_rows(rows, ["triton", *case])
+    kinds = sorted({kind for row in newest for kind in row["instructions"]})
+    cells = []
+    for (kernel, shape, dropout, bias, unit), group in grouped(newest, *case).items():
+        name = f"{kernel}, {shape}{', bias' if bias else ''}{', dropout' if dropout else ''}, a {unit}"
+        for row in sorted(group, key=lambda row: row["triton"], reverse=True):
+            instructions = row["instructions"]
+            cells.append([
+                name, row["triton"], f"{sum(instructions.values()):.1f}",
+                *(number(instructions.get(kind), ".3g") for kind in kinds),
+                number(row["wavefronts"], ".2f"), number(row["sectors"], ".1f"),
+            ])  # fmt: skip
+    header = ["kernel, shape, unit", "Triton", "instructions", *kinds, "wavefronts over ideal", "sectors a request"]
+    if cells:
+        notes = ["Counts, not times: PTX instructions of a thread for each unit, sm_80, on a CPU; one sequence "
+                 f"of 435 visible tokens of 512, bf16; {'; '.join(sorted({run(row) for row in newest}))}; "
+                 "`python -m benchmarks.executed`."]  # fmt: skip
+        yield Table("", header, cells, notes)
+
+
 def tables(results: Results, region: str) -> list[Table]:
     """What belongs into a region; none if there is no row for it."""
     if region == "headline":
@@ -378,7 +402,7 @@ def tables(results: Results, region: str) -> list[Table]:
     rows = results.rows.get(region, [])
     makers = {
         "ops": ops_tables, "attention": attention_tables, "loader": loader_tables,
-        "projection": projection_tables, "finetune": finetune_tables,
+        "projection": projection_tables, "finetune": finetune_tables, "executed": executed_tables,
     }  # fmt: skip
     return list(makers[region](rows))
 
@@ -433,7 +457,8 @@ def report(options: argparse.Namespace) -> int:
             (options.root / name).write_text(text, encoding="utf-8")
             print(f"{name}: written")
     elif not options.plot:
-        blocks = [table.text() for region in REGIONS["benchmarks/README.md"] for table in tables(results, region)]
+        regions = [region for name in REGIONS if name != "README.md" for region in REGIONS[name]]
+        blocks = [table.text() for region in regions for table in tables(results, region)]
         blocks += [] if any(case.on_gpu for case in results.cases) else [NO_GPU]
         print("\n\n".join(blocks))
     print("\n".join(results.unused), end="\n" if results.unused else "", file=sys.stderr)

@@ -12,9 +12,9 @@ from typing import Any
 
 from benchmarks.classes import CLASSES
 from benchmarks.rows import Case
-from maelm_fast.analysis.plots import COLOURS, require_matplotlib
 from maelm_fast.config import require
 from maelm_fast.errors import UserError
+from maelm_fast.reporting import COLOURS, require_matplotlib
 
 DARK = ("#0072B2", "#D55E00", "#009E73", "#000000")  # of the colours, those that take white letters
 HATCHES = ("", "///", "...", "xxx")

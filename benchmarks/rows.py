@@ -18,7 +18,7 @@ from benchmarks.classes import CLASSES
 from maelm_fast.errors import UserError
 
 # a file is called FORMAT.jsonl or FORMAT_*.jsonl
-FORMATS = ("train_step", "ops", "attention", "loader", "scaling", "projection", "finetune")
+FORMATS = ("train_step", "ops", "attention", "loader", "scaling", "projection", "finetune", "executed")
 PHASES = ("data", "forward", "backward", "optimizer")
 SETTING = ("device", "precision", "batch", "seq", "rate", "lengths")  # of a case, with its dropout and bias
 GPU = "NVIDIA"  # what the name of every GPU begins with
@@ -106,6 +106,11 @@ OTHERS: Mapping[str, Mapping[str, Check]] = {
         "mean_length": is_number, "rounds": is_number, "metric": is_text, "contestant": is_text,
         "examples_per_s": is_quartiles, "ratios": by_name(is_quartiles),
         "results": lambda value: isinstance(value, list) and all(is_number(v) for v in value),
+    },
+    "executed": {
+        "date": is_date, "commit": is_text, "triton": is_text, "kernel": is_text, "shape": is_text, "dropout": is_flag,
+        "bias": is_flag, "unit": is_text, "instructions": by_name(is_number), "wavefronts": or_null(is_number),
+        "sectors": or_null(is_number),
     },
     "projection": {
         "date": is_date, "commit": is_text, "device": is_text, "model": is_text, "precision": is_text,

@@ -26,9 +26,9 @@ from benchmarks.contestants import Contestant, Settings
 from benchmarks.measure import alone, append_rows, environment, quartiles
 from benchmarks.rows import Row, newest_rows, read_lines
 from benchmarks.train_step import peak_memory_mb
-from maelm_fast.analysis.plots import COLOURS, MARKERS, require_matplotlib
 from maelm_fast.config import RuntimeConfig, require
 from maelm_fast.errors import UserError
+from maelm_fast.reporting import COLOURS, MARKERS, require_matplotlib
 from maelm_fast.training.hardware import choose_precision
 
 MODELS = {"base": "MAE-LM", "roberta_base": "RoBERTa"}

@@ -15,9 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from maelm_fast.kernels.common import (
-    TYPE_NAMES,
-    WIDTHS,
-    Variant,
+    FUSED,
     by_rows,
     dropout_numbers,
     keep_tile,
@@ -25,13 +23,11 @@ from maelm_fast.kernels.common import (
     persistent_programs,
     row_launch,
     row_statistics,
-    row_variant,
     sum_partials,
-    sum_partials_variants,
 )
 
 
-@triton.jit(do_not_specialize=["rows", "place", "threshold"])
+@triton.jit(do_not_specialize=["rows", "place", "threshold"], do_not_specialize_on_alignment=["seed"])
 def _add_norm_fwd_kernel(
     x,  # (rows, WIDTH)
     residual,  # (rows, WIDTH)
@@ -76,7 +72,7 @@ def _add_norm_fwd_kernel(
     tl.store(rstd + row, row_rstd, mask=row < rows)
 
 
-@triton.jit(do_not_specialize=["rows", "place", "threshold"])
+@triton.jit(do_not_specialize=["rows", "place", "threshold"], do_not_specialize_on_alignment=["seed"])
 def _add_norm_bwd_kernel(
     grad_out,  # (rows, WIDTH)
     x,  # (rows, WIDTH)
@@ -170,6 +166,7 @@ def add_norm_fwd(
             eps,
             **constants,
             **options,
+            **FUSED,
         )
     return out, mean, rstd
 
@@ -216,37 +213,7 @@ def add_norm_bwd(
             scale,
             **constants,
             **options,
+            **FUSED,
         )
         grad_weight, grad_bias = sum_partials(partials, weight.dtype)
     return grad_x, grad_residual, grad_weight, grad_bias
-
-
-def variants() -> list[Variant]:
-    """Activations of each dtype; parameters of the same dtype or fp32; contiguous rows."""
-    out = sum_partials_variants(WIDTHS)
-    for width in WIDTHS:
-        for act in TYPE_NAMES.values():
-            for param in dict.fromkeys(("fp32", act)):
-                for dropout in (False, True):
-                    out += _variants_of(width, act, param, dropout)
-    return out
-
-
-def _variants_of(width: int, act: str, param: str, dropout: bool) -> list[Variant]:
-    made = []
-    for direction, kernel in (("fwd", _add_norm_fwd_kernel), ("bwd", _add_norm_bwd_kernel)):
-        pointers = {"x": act, "residual": act, "weight": param, "mean": "fp32", "rstd": "fp32"}
-        pointers |= {"bias": param, "out": act} if direction == "fwd" else {"grad_out": act, "grad_x": act}
-        strides = ["x_stride", "residual_stride"]
-        if direction == "bwd":
-            pointers["partials"] = "fp32"
-            strides.append("grad_stride")
-        constants, options = row_launch(direction, width, dropout)
-        if dropout:
-            pointers |= {"seed": "i64"} | ({"grad_residual": act} if direction == "bwd" else {})
-        else:
-            constants |= {"seed": None} | ({"grad_residual": None} if direction == "bwd" else {})
-        scalars = {"scale": "fp32"} | ({"eps": "fp32"} if direction == "fwd" else {})
-        label = f"add_norm_{direction} {width} {act} {param}" + (" dropout" if dropout else "")
-        made.append(row_variant(label, kernel, pointers, strides, scalars, constants, options))
-    return made

@@ -1,4 +1,4 @@
-"""What the kernels share: dropout bits, rows of any width, and the list of variants that are compiled ahead of time.
+"""What the kernels share: dropout bits, and rows of any width.
 
 A kernel file holds `_x_fwd_kernel`, `_x_bwd_kernel` and launchers that take and return tensors; no autograd, no config,
 no registration. Loads are widened to fp32 at once: what is computed is fp32, what is stored has the tensor's dtype.
@@ -6,8 +6,6 @@ no registration. Loads are widened to fp32 at once: what is computed is fp32, wh
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,29 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Multiply and add in one instruction: Triton's default up to 3.9, which warns that 3.10 will not. Read at compilation.
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+FUSED = {"enable_fp_fusion": True}
+"""Launch option of every kernel: multiply and add in one instruction. The default up to Triton 3.9, but not of 3.10."""
 DROPOUT_ROUNDS = tl.constexpr(7)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One specialisation of a kernel that is actually launched, for compiling it without a GPU.
-
-    signature: pointer and scalar types by argument name, as in {"x": "*bf16", "rows": "i32"}; constants: the constexpr
-    arguments; divisible: names of arguments that are multiples of 16; options: more launch options, {"maxnreg": 80};
-    arch: the one it is launched on, 80 or 90, or None for both; rare: no preset launches it."""
-
-    label: str
-    kernel: Any
-    signature: dict[str, str]
-    constants: dict[str, Any]
-    num_warps: int = 4
-    num_stages: int = 3
-    divisible: tuple[str, ...] = ()
-    options: dict[str, Any] = field(default_factory=dict)
-    arch: int | None = None
-    rare: bool = False
 
 
 @triton.jit
@@ -122,32 +100,10 @@ def sum_partials(partials: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """partials.sum(1) of (2, count, width) fp32, always added in the same order, as two tensors of `dtype`."""
     _, count, width = partials.shape
     first, second = (torch.empty(width, dtype=dtype, device=partials.device) for _ in range(2))
-    constants, warps = _sum_partials_launch(width)
-    grid = (triton.cdiv(width, constants["COLUMNS"]), 2)
-    _sum_partials_kernel[grid](partials, first, second, count, **constants, num_warps=warps)
+    sizes = {"WIDTH": width, "COLUMNS": 32, "ROWS": 32}
+    grid = (triton.cdiv(width, sizes["COLUMNS"]), 2)
+    _sum_partials_kernel[grid](partials, first, second, count, **sizes, **FUSED)
     return first, second
-
-
-def _sum_partials_launch(width: int) -> tuple[dict[str, Any], int]:
-    return {"WIDTH": width, "COLUMNS": 32, "ROWS": 32}, 4
-
-
-def sum_partials_variants(widths: tuple[int, ...]) -> list[Variant]:
-    out = []
-    for width in widths:
-        constants, warps = _sum_partials_launch(width)
-        for dtype in TYPE_NAMES.values():
-            signature = {"partials": "*fp32", "first": f"*{dtype}", "second": f"*{dtype}", "count": "i32"}
-            label = f"sum_partials {width} {dtype}"
-            pointers = ("partials", "first", "second")
-            out.append(Variant(label, _sum_partials_kernel, signature, constants, warps, divisible=pointers))
-    return out
-
-
-TYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-"""Triton's names of the dtypes that kernels take."""
-WIDTHS = (128, 512, 768, 1024)
-"""The hidden sizes of the presets, for which variants are compiled ahead of time."""
 
 
 def persistent_options(width: int, warps: int) -> dict[str, int]:
@@ -161,23 +117,6 @@ def row_launch(direction: str, width: int, dropout: bool) -> tuple[dict[str, Any
     rows, block, warps = row_tile(width, 2048 if direction == "fwd" else 1024)
     constants = {"WIDTH": width, "BLOCK": block, "ROWS": rows, "DROPOUT": dropout}
     return constants, {"num_warps": warps} if direction == "fwd" else persistent_options(width, warps)
-
-
-def row_variant(
-    label: str,
-    kernel: Any,
-    pointers: dict[str, str],
-    strides: list[str],
-    scalars: dict[str, str],
-    constants: dict[str, Any],
-    options: dict[str, int],
-) -> Variant:
-    """The variant of a kernel on whole rows, launched with row_launch's constants and options; contiguous rows.
-    Pointers and scalars by name, without the asterisk."""
-    signature = {name: f"*{kind}" for name, kind in pointers.items()} | scalars
-    signature |= dict.fromkeys([*strides, "rows", "place", "threshold"], "i32")
-    warps, divisible = options.pop("num_warps"), (*pointers, *strides)
-    return Variant(label, kernel, signature, constants, warps, divisible=divisible, options=options)
 
 
 def persistent_programs(device: torch.device, tiles: int, num_warps: int, maxnreg: int) -> int:

@@ -11,17 +11,13 @@ R rows and BLOCK columns make a program's tile; BLOCK is the next power of two a
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from maelm_fast.kernels.common import (
-    TYPE_NAMES,
-    WIDTHS,
-    Variant,
+    FUSED,
     by_rows,
     dropout_numbers,
     keep_tile,
@@ -30,16 +26,14 @@ from maelm_fast.kernels.common import (
     row_block,
     row_launch,
     row_statistics,
-    row_variant,
     row_warps,
     sum_partials,
-    sum_partials_variants,
 )
 
 CHUNK = 32  # sorted rows that one program adds
 
 
-@triton.jit(do_not_specialize=["rows", "place", "threshold"])
+@triton.jit(do_not_specialize=["rows", "place", "threshold"], do_not_specialize_on_alignment=["seed"])
 def _embed_packed_fwd_kernel(
     ids,  # (rows,) int32 or int64
     positions,  # (rows,) int32 or int64
@@ -84,7 +78,7 @@ def _embed_packed_fwd_kernel(
     tl.store(rstd + row, row_rstd, mask=row < rows)
 
 
-@triton.jit(do_not_specialize=["rows", "place", "threshold"])
+@triton.jit(do_not_specialize=["rows", "place", "threshold"], do_not_specialize_on_alignment=["seed"])
 def _embed_packed_bwd_kernel(
     grad_out,  # (rows, WIDTH)
     ids,  # (rows,) int32 or int64
@@ -254,6 +248,7 @@ def embed_packed_fwd(
             eps,
             **constants,
             **options,
+            **FUSED,
         )
     return out, mean, rstd
 
@@ -307,6 +302,7 @@ def embed_packed_bwd(
             STORE=deterministic,
             **constants,
             **options,
+            **FUSED,
         )
         grad_weight, grad_bias = sum_partials(partials, weight.dtype)
         if grad_rows is None:
@@ -321,7 +317,8 @@ def _sum_by_id(grad_rows: Tensor, ids: Tensor, table: Tensor) -> Tensor:
     """The gradient of `table`: row v is the sum of the grad_rows whose id is v, added in ascending order."""
     (rows, width), entries = grad_rows.shape, table.shape[0]
     grad = torch.empty((entries, width), dtype=table.dtype, device=table.device)
-    constants, warps = _sum_launch(width)
+    block = row_block(width)
+    launch = {"WIDTH": width, "BLOCK": block, "CHUNK": CHUNK, "num_warps": row_warps(block), **FUSED}
     chunks = triton.cdiv(rows, CHUNK)
     pieces = torch.empty((chunks, 2, width), dtype=torch.float32, device=table.device)
     sorted_ids, order = torch.sort(ids, stable=True)
@@ -329,67 +326,6 @@ def _sum_by_id(grad_rows: Tensor, ids: Tensor, table: Tensor) -> Tensor:
         sorted_ids, torch.arange(entries + 1, dtype=ids.dtype, device=ids.device), out_int32=True
     )
     if chunks:
-        _run_pieces_kernel[(chunks,)](grad_rows, sorted_ids, order, grad, pieces, rows, **constants, num_warps=warps)
-    _joined_runs_kernel[(entries,)](starts, pieces, grad, **constants, num_warps=warps)
+        _run_pieces_kernel[(chunks,)](grad_rows, sorted_ids, order, grad, pieces, rows, **launch)
+    _joined_runs_kernel[(entries,)](starts, pieces, grad, **launch)
     return grad
-
-
-def _sum_launch(width: int) -> tuple[dict[str, Any], int]:
-    block = row_block(width)
-    return {"WIDTH": width, "BLOCK": block, "CHUNK": CHUNK}, row_warps(block)
-
-
-def variants() -> list[Variant]:
-    """Outputs of each dtype; tables and parameters of the same dtype or fp32; int32 ids; contiguous rows."""
-    out = sum_partials_variants(WIDTHS)
-    for width in WIDTHS:
-        for act in TYPE_NAMES.values():
-            for param in dict.fromkeys(("fp32", act)):
-                for dropout in (False, True):
-                    out.append(_fwd_variant(width, act, param, dropout))
-                    out += [_bwd_variant(width, act, param, dropout, mode) for mode in (False, True)]
-        out += [variant for param in TYPE_NAMES.values() for variant in _sum_variants(width, param)]
-    return out
-
-
-def _fwd_variant(width: int, act: str, param: str, dropout: bool) -> Variant:
-    pointers = dict.fromkeys(["token_table", "position_table", "weight", "bias"], param) | {"out": act}
-    pointers |= {"ids": "i32", "positions": "i32", "mean": "fp32", "rstd": "fp32"} | (
-        {"seed": "i64"} if dropout else {}
-    )
-    constants, options = row_launch("fwd", width, dropout)
-    constants |= {} if dropout else {"seed": None}
-    strides = ["token_stride", "position_stride"]
-    scalars = {"scale": "fp32", "eps": "fp32"}
-    label = f"embed_packed_fwd {width} {act} {param}" + (" dropout" if dropout else "")
-    return row_variant(label, _embed_packed_fwd_kernel, pointers, strides, scalars, constants, options)
-
-
-def _bwd_variant(width: int, act: str, param: str, dropout: bool, deterministic: bool) -> Variant:
-    pointers = dict.fromkeys(["token_table", "position_table", "weight"], param) | {"grad_out": act}
-    pointers |= {"ids": "i32", "positions": "i32"} | dict.fromkeys(["mean", "rstd", "partials"], "fp32")
-    pointers |= {"seed": "i64"} if dropout else {}
-    pointers |= dict.fromkeys(["grad_rows"] if deterministic else ["grad_tokens", "grad_positions"], "fp32")
-    constants, options = row_launch("bwd", width, dropout)
-    constants |= {"STORE": deterministic}
-    constants |= dict.fromkeys({"seed", "grad_rows", "grad_tokens", "grad_positions"} - set(pointers))
-    strides = ["grad_stride", "token_stride", "position_stride"]
-    label = f"embed_packed_bwd {width} {act} {param}" + " dropout" * dropout + " deterministic" * deterministic
-    scalars = {"scale": "fp32"}
-    return row_variant(label, _embed_packed_bwd_kernel, pointers, strides, scalars, constants, options)
-
-
-def _sum_variants(width: int, param: str) -> list[Variant]:
-    constants, warps = _sum_launch(width)
-    common = {"pieces": "*fp32", "grad_table": f"*{param}"}
-    made = []
-    for kernel, more in (
-        (_run_pieces_kernel, {"grad_rows": "*fp32", "sorted_ids": "*i32", "order": "*i64"}),
-        (_joined_runs_kernel, {"starts": "*i32"}),
-    ):
-        signature = common | more
-        divisible = tuple(signature)
-        signature |= {"rows": "i32"} if "order" in more else {}
-        label = f"embed_packed{kernel.fn.__name__.removesuffix('_kernel')} {width} {param}"
-        made.append(Variant(label, kernel, signature, constants, warps, divisible=divisible))
-    return made

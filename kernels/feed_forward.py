@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from maelm_fast.kernels.common import Variant
+from maelm_fast.kernels.common import FUSED
 
 GROUP = 64  # rows whose bias gradient one program sums
 
@@ -103,7 +103,7 @@ def bias_gelu(h: Tensor, bias: Tensor) -> Tensor:
     grid = (triton.cdiv(rows, sizes["ROWS"]), triton.cdiv(width, sizes["COLUMNS"]))
     if h.numel():
         with torch.cuda.device_of(h):
-            _feed_forward_fwd_kernel[grid](h, bias, a, rows, width, **sizes)
+            _feed_forward_fwd_kernel[grid](h, bias, a, rows, width, **sizes, **FUSED)
     return a
 
 
@@ -119,26 +119,5 @@ def bias_gelu_bwd_(grad: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tenso
     if h.numel():
         grid = (groups, triton.cdiv(width, sizes["COLUMNS"]))
         with torch.cuda.device_of(h):
-            _feed_forward_bwd_kernel[grid](h, bias, grad, a, grad_bias, rows, width, **sizes)
+            _feed_forward_bwd_kernel[grid](h, bias, grad, a, grad_bias, rows, width, **sizes, **FUSED)
     return a, grad_bias.sum(0)
-
-
-def variants() -> list[Variant]:
-    """The presets' widths: 512, 2,048, 3,072, 4,096. The bias is fp32, or of h's dtype."""
-    found = {}
-    for width in (512, 2048, 3072, 4096):
-        for dtype in ("bf16", "fp16", "fp32"):
-            for bias in sorted({"fp32", dtype}):
-                given = {"h": f"*{dtype}", "bias": f"*{bias}"}
-                sizes = {"rows": "i32", "width": "i32"}
-                fwd = given | {"a": f"*{dtype}"} | sizes
-                bwd = given | {"grad": f"*{dtype}", "a": f"*{dtype}", "grad_bias": "*fp32"} | sizes
-                for name, kernel, signature, constants in (
-                    ("fwd", _feed_forward_fwd_kernel, fwd, launch_fwd(width)),
-                    ("bwd", _feed_forward_bwd_kernel, bwd, launch_bwd(width)),
-                ):
-                    block = f"{constants['ROWS']}x{constants['COLUMNS']}"
-                    label = f"feed_forward_{name} {dtype} bias={bias} block={block}"
-                    divisible = tuple(n for n in signature if n != "rows")
-                    found[label] = Variant(label, kernel, signature, dict(constants), divisible=divisible)
-    return list(found.values())

@@ -13,13 +13,14 @@ sequence.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from maelm_fast.kernels.common import Variant
+from maelm_fast.kernels.common import FUSED
 
 LONGEST = 4096  # tokens of a sequence: what a program holds in registers; ranks must fit 16 bits
 ROUNDS = tl.constexpr(10)
@@ -29,15 +30,13 @@ MASK_BELOW = tl.constexpr(math.ceil(0.8 * 2**32))  # a policy word below it: [MA
 RANDOM_BELOW = tl.constexpr(math.ceil(0.9 * 2**32))  # else, below this: a random token
 READ_BY_POLICY = {"mask": ("none", "some", "all"), "bert": ("none", "all"), "random": ("all",)}
 
-POINTERS = (
+# Sequences start anywhere in their rows: compiling a kernel again for aligned arguments would gain nothing.
+RUNTIME = (
     *("ids", "starts", "cu_seqlens", "decoder_cu_seqlens", "masked_cu_seqlens", "samples", "epochs", "special"),
     *("numbers", "maskable", "removed"),
     *("visible_ids", "visible_positions", "source", "decoder_positions", "masked_index", "labels"),
+    *("seed_low", "seed_high", "mask_id", "num_special", "num_ordinary"),
 )
-SCALARS = ("seed_low", "seed_high", "mask_id", "num_special", "num_ordinary")
-TYPES = dict.fromkeys(POINTERS, "*i32") | dict.fromkeys(SCALARS, "i32")
-# Sequences start anywhere in their rows: compiling a kernel again for aligned arguments would gain nothing.
-RUNTIME = tuple(TYPES)
 
 
 @triton.jit
@@ -300,30 +299,8 @@ def halves(seed: int) -> tuple[int, int]:
     return low - (low >> 31 << 32), high - (high >> 31 << 32)
 
 
-def launch(longest: int) -> dict[str, int]:
+def launch(longest: int) -> dict[str, Any]:
     """Lanes and warps: 16 lanes a thread. Up to 512 tokens one warp counts without a barrier, and any batch of them
     runs the same binary."""
     block = max(512, triton.next_power_of_2(longest))
-    return {"BLOCK": block, "num_warps": block // 512}
-
-
-def variants() -> list[Variant]:
-    """Every block size, for each kind of masking. The presets' sequences have up to 512 tokens."""
-    made = []
-    for longest in (512, 1024, 2048, LONGEST):
-        made.append(_variant(_mask_and_pack_maskable_kernel, longest))
-        for special_tokens in (True, False):
-            made.append(_variant(_mask_and_pack_removed_kernel, longest, SPECIAL_TOKENS=special_tokens))
-            for policy, reads in READ_BY_POLICY.items():
-                for read in reads:
-                    flags = {"SPECIAL_TOKENS": special_tokens, "POLICY": policy, "READ": read}
-                    made.append(_variant(_mask_and_pack_fwd_kernel, longest, **flags))
-    return made
-
-
-def _variant(kernel: triton.JITFunction, longest: int, **flags: bool | str) -> Variant:
-    block, warps = launch(longest).values()
-    constants = {**flags, "BLOCK": block}
-    signature = {name: TYPES[name] for name in kernel.arg_names if name in TYPES}
-    label = " ".join([kernel.__name__, f"longest={longest}", *(f"{name}={value}" for name, value in flags.items())])
-    return Variant(label, kernel, signature, constants, num_warps=warps, rare=512 < longest < LONGEST)
+    return {"BLOCK": block, "num_warps": block // 512, **FUSED}

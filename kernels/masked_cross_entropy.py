@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from maelm_fast.kernels.common import Variant
+from maelm_fast.kernels.common import FUSED
 
 
 @triton.jit(do_not_specialize=["vocab_size"])
@@ -59,12 +59,6 @@ def _masked_cross_entropy_kernel(
             tl.store(logits + column, grad.to(logits.dtype.element_ty), mask=column < width)
 
 
-def launch(width: int) -> tuple[int, int]:
-    """(columns a step, warps) for rows of `width`: eight columns a thread."""
-    block = min(2048, triton.next_power_of_2(width))
-    return block, max(1, block // 256)
-
-
 def loss_rows_(
     logits: Tensor, bias: Tensor, labels: Tensor, vocab_size: int, z_loss: float, grad: bool
 ) -> tuple[Tensor, Tensor]:
@@ -74,38 +68,10 @@ def loss_rows_(
     rows, width = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     hits = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    block, warps = launch(width)
+    block = min(2048, triton.next_power_of_2(width))
+    launch = {"BLOCK": block, "num_warps": max(1, block // 256), **FUSED}  # eight columns a thread
     with torch.cuda.device_of(logits):
         _masked_cross_entropy_kernel[(rows,)](
-            logits, bias, labels, losses, hits, vocab_size, width, z_loss, GRAD=grad, BLOCK=block, num_warps=warps
+            logits, bias, labels, losses, hits, vocab_size, width, z_loss, GRAD=grad, **launch
         )
     return losses, hits
-
-
-def variants() -> list[Variant]:
-    """The presets' vocabularies: 1,024, 32,768 and 64,000 columns. The bias is fp32, or of the logits' dtype."""
-    found = {}
-    for width in (1024, 32_768, 64_000):
-        block, warps = launch(width)
-        for dtype in ("bf16", "fp16", "fp32"):
-            for bias in sorted({"fp32", dtype}):
-                for grad in (False, True):
-                    label = f"masked_cross_entropy {dtype} bias={bias} block={block} grad={grad}"
-                    found[label] = Variant(
-                        label,
-                        _masked_cross_entropy_kernel,
-                        {
-                            "logits": f"*{dtype}",
-                            "bias": f"*{bias}",
-                            "labels": "*i32",
-                            "losses": "*fp32",
-                            "hits": "*i32",
-                            "vocab_size": "i32",
-                            "width": "i32",
-                            "z_loss": "fp32",
-                        },
-                        {"GRAD": grad, "BLOCK": block},
-                        num_warps=warps,
-                        divisible=("logits", "bias", "labels", "losses", "hits", "width"),
-                    )
-    return list(found.values())

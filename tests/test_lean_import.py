@@ -16,6 +16,7 @@ HEAVY = (
     "flash_attn",
     "xformers",  # the extras
     "datasets",
+    "pandas",
     "triton",
     "jsonargparse",
     "tokenizers",
@@ -28,7 +29,7 @@ import sys, time
 start = time.process_time()
 import torch
 before, begun = set(sys.modules), time.process_time()
-import maelm_fast, maelm_fast.presets, maelm_fast.batch
+import maelm_fast, maelm_fast.presets, maelm_fast.batch, maelm_fast.reporting
 from maelm_fast.model.maelm import MaeLm
 share = (time.process_time() - begun) / (begun - start)
 print([name for name in {heavy!r} if name in set(sys.modules) - before])

@@ -229,6 +229,12 @@ std::tuple<Tensor, Tensor> attention_native_fwd(Tensor q, Tensor k, Tensor v, st
           const int64_t query = first + start + r;
           if (call.biased) spans.add(row, call.bias_row(h, query));
           const Softmax softmax = kernels().exponentials(row, keys, width);
+          if (call.biased && softmax.top == -kInfinity) {  // the bias excludes every key
+            std::fill_n(row, width, 0.0f);
+            lse_of[start + r] = -kInfinity;
+            factors[r] = 0.0f;
+            continue;
+          }
           lse_of[start + r] = softmax.top + std::log(softmax.sum);
           factors[r] = call.dropout.scale() / softmax.sum;
           if (call.dropout.on()) {
@@ -314,8 +320,13 @@ class Backward {
   void scores_gradient(int64_t s, int64_t h, int64_t i, int64_t r, bool line) {
     const int64_t keys = call_.keys(s), width = padded(keys), query = call_.q_starts[s] + i;
     float *weights = weights_ + r * width, *gradient = gradient_ + r * width;
-    if (call_.biased) spans_.add(weights, call_.bias_row(h, query));
     const float lse = lse_[h * call_.q.size(0) + query];
+    if (lse == -kInfinity) {  // the bias excludes every key
+      std::fill_n(weights, width, 0.0f);
+      std::fill_n(gradient, width, 0.0f);
+      return;
+    }
+    if (call_.biased) spans_.add(weights, call_.bias_row(h, query));
     const uint8_t* bytes = call_.dropout.on() ? kept(bytes_, call_.dropout, query, keys, h) : nullptr;
     kernels().gradients(weights, gradient, keys, width, lse, bytes);
     if (line) {

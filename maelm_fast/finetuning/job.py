@@ -7,7 +7,7 @@ config.yaml        task, model, data, seeds and the full configuration
 env.json           versions, hardware, commit of each start
 ledger.jsonl       a row per finished seed
 state/, seeds/     of the seed in hand, to go on from; weights of finished ones. Both are removed at the end
-report.json, REPORT.md, curves.png, confusion.png, predictions.jsonl, model/     see report.py
+report.json, results.csv, REPORT.md, curves.png, confusion.png, predictions.jsonl, model/     see report.py
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from maelm_fast.finetuning.examples import TaskData
 from maelm_fast.finetuning.fingerprint import data_fingerprint, deciding, digest, model_fingerprint, resolve_step
 from maelm_fast.finetuning.metrics import baselines
 from maelm_fast.finetuning.problem import Evaluation, Problem, SentenceProblem
-from maelm_fast.finetuning.report import REPORT_FILE, effective_ranks, median_of, table, write_report
+from maelm_fast.finetuning.report import REPORT_FILE, effective_ranks, median_of, terminal_lines, write_report
 from maelm_fast.finetuning.run import Result, device_of, on_host, saved_step, total_updates, train
 from maelm_fast.finetuning.saving import save
 from maelm_fast.finetuning.spans import SpanProblem
@@ -116,7 +116,7 @@ def finetune(
             _finish(origin, problem, config, out, results, floor, say)
         for name in ("seeds", "state", "locks"):
             shutil.rmtree(out / name, ignore_errors=True)
-    say(table(data, results, floor))
+    say("\n".join(terminal_lines(data, results, floor)))
     say(f"written: {out}")
     return results
 

@@ -32,8 +32,23 @@ from maelm_fast.paper.sweep import make_model
 from maelm_fast.stop import StopSignals
 from maelm_fast.training.rundir import RunDir
 
-_KEPT = ("task", "metric", "best", "last", "metrics", "best_step", "curve", "steps", "skipped", "seconds",
-         "examples_per_s", "tokens_per_s", "truncation", "device", "precision")  # fmt: skip
+_KEPT = (
+    "task",
+    "metric",
+    "best",
+    "last",
+    "metrics",
+    "best_step",
+    "curve",
+    "steps",
+    "skipped",
+    "seconds",
+    "examples_per_s",
+    "tokens_per_s",
+    "truncation",
+    "device",
+    "precision",
+)
 
 
 class Downstream:

@@ -2,8 +2,7 @@
 
     OUT/ledger.jsonl   what is finished or failed (work.py)
     OUT/states/        where a run that was stopped goes on from; gone when it is finished
-    OUT/SWEEP.md, best.json, cells.csv   (sweep_report.py)
-    OUT/sweep.png   (sweep_plot.py)
+    OUT/SWEEP.md, results.csv, sweep.png   (sweep_report.py)
 
 Any number of processes pull runs from one directory. Seeds are the outermost order, models the innermost: a sweep that
 is stopped early has every cell once, for all models alike, rather than a few cells five times.

@@ -57,9 +57,12 @@ class StandIn:
     """changed: what a test does to the PTX before it runs."""
 
     def __init__(self, kernel: Any) -> None:
-        self.kernel, self.fn, self.arg_names = kernel, kernel.fn, kernel.arg_names
+        self.kernel = kernel
         self.ready: dict[tuple[str, str], Kernel] = {}
         self.changed: Callable[[str], str] = str
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args, **options: self.launch(grid, args, options)
@@ -118,19 +121,22 @@ class Tensors:
             if tensor.numel():
                 each = tensor.element_size() // granule
                 self.memory.open(self.address(tensor), (*tensor.shape, each), (*(s * each for s in tensor.stride()), 1))
-                self._here(tensor)[...] = _bytes(tensor)
+                self._here(tensor, self.memory.bytes)[...] = _bytes(tensor)
+        self.before = self.memory.bytes.copy()
 
     def address(self, tensor: Tensor) -> int:
         return tensor.data_ptr() + self.offsets[tensor.untyped_storage().data_ptr()]
 
     def copy_back(self) -> None:
+        """What the kernel changed."""
         for tensor in self.tensors:
             if tensor.numel():
-                _bytes(tensor)[...] = self._here(tensor)
+                now, before = (self._here(tensor, where) for where in (self.memory.bytes, self.before))
+                np.copyto(_bytes(tensor), now, where=now != before)
 
-    def _here(self, tensor: Tensor) -> Any:
+    def _here(self, tensor: Tensor, where: Any) -> Any:
         strides = (*(s * tensor.element_size() for s in tensor.stride()), 1)
-        inside = self.memory.bytes[self.address(tensor) :]
+        inside = where[self.address(tensor) :]
         return np.lib.stride_tricks.as_strided(inside, (*tensor.shape, tensor.element_size()), strides)
 
 
@@ -150,5 +156,5 @@ def stand_in() -> None:
         for key, value in list(vars(module).items()):
             if isinstance(value, triton.JITFunction) and key.endswith("_kernel"):
                 setattr(module, key, StandIn(value))
-    attention = importlib.import_module("maelm_fast.kernels.attention")
-    attention.tiles_for = lambda device, head_dim: attention.TILES[80, attention._padded(head_dim)]
+    tiles = importlib.import_module("maelm_fast.kernels.attention_tiles")
+    tiles.tiles_for = lambda device, head_dim: tiles.TILES[80, tiles.padded(head_dim)]

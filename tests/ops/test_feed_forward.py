@@ -174,13 +174,3 @@ def test_the_host_never_waits() -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert all(t.grad is not None for t in leaves)
-
-
-def test_variants_are_what_is_launched() -> None:
-    module = kernels()
-    listed = [v.constants for v in module.variants()]  # type: ignore[attr-defined]
-    for width in (512, 2048, 3072, 4096):
-        assert module.launch_fwd(width) in listed  # type: ignore[attr-defined]
-        assert module.launch_bwd(width) in listed  # type: ignore[attr-defined]
-    for v in module.variants():  # type: ignore[attr-defined]
-        assert set(v.signature) | set(v.constants) == set(v.kernel.arg_names)

@@ -32,6 +32,7 @@ from maelm_fast.training.job import pretrain
 from maelm_fast.training.optim import build_optimizer, learning_rate
 from maelm_fast.training.rundir import RunDir, load_run
 from maelm_fast.training.trainer import Trainer
+from tests.devices import DEVICES
 from tests.waiting import HANG, wait_until
 
 SEED = 7  # not the default, which whatever forgets it would take
@@ -262,16 +263,15 @@ if __name__ == "__main__":  # loader processes read this file too
                 time.sleep(0.01)
         return forward(self, *arguments, **named)
     MaeLm.forward = held
-    pretrain("tiny", config(runtime={{"workers": {workers}}}), {store!r}, {out!r})
+    pretrain("tiny", config(runtime={{"workers": {workers}, "device": {device!r}}}), {store!r}, {out!r})
 """
 
 
-def start(store: Path, out: Path, after: int, workers: int = 0) -> subprocess.Popen[str]:
+def start(store: Path, out: Path, after: int, workers: int = 0, device: str = "cpu") -> subprocess.Popen[str]:
     """A run in a process of its own, which is held in the middle of an update, `after` updates of its own behind it,
     until `release`."""
-    code = CHILD.format(
-        tests=str(Path(__file__).parents[2]), store=str(store), out=str(out), after=after, workers=workers
-    )
+    values = {"store": str(store), "out": str(out), "after": after, "workers": workers, "device": device}
+    code = CHILD.format(tests=str(Path(__file__).parents[2]), **values)
     script = out.with_suffix(".py")  # a file, since spawned workers import the main module
     script.write_text(code)
     held = out.with_suffix(".held")
@@ -295,26 +295,30 @@ def release(child: subprocess.Popen[str], out: Path, code: int = 0) -> str:
     return output
 
 
-def test_sigkill_and_sigterm_leave_a_run_that_goes_on_bit_for_bit(
-    store: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("device", DEVICES)
+def test_sigkill_and_sigterm_leave_a_run_that_goes_on(
+    device: str, store: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And while it lives no other process may write the run."""
+    """On a CPU bit for bit, on a GPU near the CPU's run. And while it lives no other process may write the run."""
     cut = tmp_path / "cut"
-    killed = start(store, cut, after=5)
+    killed = start(store, cut, after=5, device=device)
     try:
         with pytest.raises(UserError, match="in use by another process"):
             pretrain("tiny", config(), str(store), str(cut))
     finally:
         killed.kill()
         killed.communicate()
-    asked = start(store, cut, after=2)
+    asked = start(store, cut, after=2, device=device)
     asked.send_signal(signal.SIGTERM)
     output = release(asked, cut, code=143)
     assert "going on from step 4\n" in output
     assert "SIGTERM: saved at step 7;" in output
-    pretrain("tiny", config(), str(store), str(cut))
+    pretrain("tiny", config(runtime={"device": device}), str(store), str(cut))
     assert "going on from step 7\n" in capsys.readouterr().out
-    assert_same(cut, whole)
+    if device == "cpu":
+        assert_same(cut, whole)
+    losses = [[row["loss"] for row in rows(run) if row["kind"] == "train"] for run in (cut, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 
 def test_loader_processes_leave_signals_to_the_trainer(store: Path, whole: Path, tmp_path: Path) -> None:

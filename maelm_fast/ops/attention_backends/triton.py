@@ -69,7 +69,7 @@ def lookup_of(bias: PositionBias) -> Tensor:
 
 def _tiles(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """The query tiles of the forward kernel and of dq, the key tiles of dkv."""
-    from maelm_fast.kernels.attention import tile_lists
+    from maelm_fast.kernels.attention_tiles import tile_lists
 
     layout, dim, device = call.layout, call.q.shape[-1], call.q.device
     tiles: tuple[Tensor, Tensor, Tensor] = layout.keep(

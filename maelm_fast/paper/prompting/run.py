@@ -3,7 +3,7 @@
 OUT/ledger.jsonl   a row per finished unit: a model, a task, a mode and, unless it is zero-shot, a draw (work.py)
 OUT/states/        where the training in hand goes on from
 OUT/predictions/   a file per unit, a row per test example
-OUT/prompts.json, OUT/PROMPTS.md   (report.py)
+OUT/results.csv, OUT/PROMPTS.md   (report.py)
 """
 
 from __future__ import annotations
