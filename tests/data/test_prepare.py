@@ -494,9 +494,17 @@ def test_unigram_entropy_is_that_of_the_samples(text):
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("seq_len", 7), ("seq_len", 65_537), ("vocab_size", 260), ("validation", 0.0), ("validation", 1.0), ("workers", 0),
-     ("seed", -1), ("sample_mode", "half")],
-)  # fmt: skip
+    [
+        ("seq_len", 7),
+        ("seq_len", 65_537),
+        ("vocab_size", 260),
+        ("validation", 0.0),
+        ("validation", 1.0),
+        ("workers", 0),
+        ("seed", -1),
+        ("sample_mode", "half"),
+    ],
+)
 def test_values_out_of_range(text, option, value):
     with pytest.raises(UserError, match=f"{option} .*not {value}"):
         configure(text, **{option: value})

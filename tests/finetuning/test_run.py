@@ -408,8 +408,11 @@ def test_killed_terminated_and_finished_equals_uninterrupted(tmp_path: Path) -> 
     whole = finetune(model, data, SHORT, tmp_path / "whole", [0, 1], say=quiet)
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD.format(model=str(model), out=str(out))],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     wait_until(lambda: list(out.glob("state/seed_0/step_*")), child)
     child.kill()
     child.communicate()
