@@ -53,8 +53,12 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
     encoder = load_encoder(path, dropout=0.25)
     assert isinstance(encoder, PackedEncoder)
     assert (encoder.engine, encoder.name, encoder.step, encoder.hidden_size, encoder.max_length) == (
-        "packed", "run", 10, 32, 140,
-    )  # fmt: skip
+        "packed",
+        "run",
+        10,
+        32,
+        140,
+    )
     assert encoder.encoder.dropout_p == encoder.config.dropout == encoder.dropout_p == 0.25
     batch = batch_for(encoder)
     assert torch.equal(encoder(batch), run.model.encoder(batch.ids, batch.layout))

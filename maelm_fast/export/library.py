@@ -22,9 +22,14 @@ LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 _DROPOUTS = (
-    "hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "embedding_dropout", "mlp_dropout",
-    "hidden_dropout", "dropout",
-)  # fmt: skip
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "attention_dropout",
+    "embedding_dropout",
+    "mlp_dropout",
+    "hidden_dropout",
+    "dropout",
+)
 
 
 def require_transformers() -> Any:

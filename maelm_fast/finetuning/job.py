@@ -58,9 +58,13 @@ class Origin:
 
     def load(self, config: FinetuneConfig, seed: int) -> TextEncoder:
         return load_encoder(
-            self.path, step=self.step, engine=self.engine, dropout=config.dropout, random_init=self.random_init,
+            self.path,
+            step=self.step,
+            engine=self.engine,
+            dropout=config.dropout,
+            random_init=self.random_init,
             seed=seed,
-        )  # fmt: skip
+        )
 
 
 def make_problem(data: TaskData, encoder: TextEncoder, config: FinetuneConfig) -> Problem:

@@ -163,10 +163,15 @@ class FineTuning(loop.Training[NDArray[np.int64], None]):
         self.steps = total_updates(problem.train_size, config)
         self.evaluations = set(evaluation_steps(problem.train_size, config))
         self.optim = OptimConfig(
-            lr=config.lr, batch_size=config.batch_size, max_steps=self.steps,
-            warmup_steps=int(config.warmup * self.steps), betas=config.betas, eps=config.eps,
-            weight_decay=config.weight_decay, clip_norm=config.clip_norm,
-        )  # fmt: skip
+            lr=config.lr,
+            batch_size=config.batch_size,
+            max_steps=self.steps,
+            warmup_steps=int(config.warmup * self.steps),
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            clip_norm=config.clip_norm,
+        )
         self.optimizer = build_optimizer(self.model, self.optim)
         self.lengths = np.asarray(problem.lengths, dtype=np.int64)
         self.progress: _Progress = _Progress()
@@ -236,12 +241,15 @@ class FineTuning(loop.Training[NDArray[np.int64], None]):
         self._watched, self._seen = now, (progress.examples, progress.tokens, progress.train_seconds)
         seconds = max(progress.train_seconds - before, 1e-9)
         row = {
-            "kind": "train", "step": progress.step, "steps": self.steps, "epoch": self._epoch(),
+            "kind": "train",
+            "step": progress.step,
+            "steps": self.steps,
+            "epoch": self._epoch(),
             "loss": progress.loss / progress.losses if progress.losses else None,
             "lr": learning_rate(self.optim, progress.step - 1),
             "examples_per_s": (progress.examples - examples) / seconds,
             "tokens_per_s": (progress.tokens - tokens) / seconds,
-        }  # fmt: skip
+        }
         self.watch(row)
 
     def _epoch(self) -> float:

@@ -65,9 +65,9 @@ class StandIn:
         return getattr(self.kernel, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *args, **options: self.launch(grid, args, options)
+        return lambda *args, **options: self.run(*args, grid=grid, **options)
 
-    def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def run(self, *args: Any, grid: tuple[int, ...], **options: Any) -> None:
         if "INTERPRETED" in options:
             options["INTERPRETED"] = False
         compiled = self.kernel.run(*args, grid=grid, warmup=True, **options)

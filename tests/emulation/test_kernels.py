@@ -17,6 +17,7 @@ from torch import Tensor
 from maelm_fast import ops, presets
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import MaskingConfig
+from maelm_fast.masking import Masker
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training.optim import build_optimizer
 from maelm_fast.training.step import Numbers, TrainStep
@@ -173,10 +174,8 @@ def test_attention_of_views(strided: Callable[..., Tensor], dim: int, monkeypatc
 
 def packed_by_the_kernel(lengths: tuple[int, ...]) -> PackedBatch:
     ids = torch.from_numpy(np.random.default_rng(0).integers(4, 1023, sum(lengths))).int()
-    samples = list(range(len(lengths)))
-    return ops.mask_and_pack(
-        ids, lengths, samples, 0, MaskingConfig(), VOCABULARY, 0, False, backend="triton"
-    )  # fmt: skip
+    masker = Masker(MaskingConfig(), VOCABULARY, 0, False)
+    return ops.mask_and_pack(ids, lengths, range(len(lengths)), 0, masker, backend="triton")
 
 
 @pytest.mark.parametrize("lengths", [(64,), pytest.param((64, 64, 3, 50), marks=pytest.mark.slow)])

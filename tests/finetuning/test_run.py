@@ -84,7 +84,7 @@ def test_order_cannot_be_learnt_without_positions() -> None:
 def test_the_loop_equals_a_plain_one(clip: float) -> None:
     """AdamW of PyTorch, unfused, with a schedule written down anew, on single inputs."""
     data, encoder = toys.toy(toys.content_rows, 30, 10), toys.tiny_encoder()
-    config = replace(SHORT, dropout=0.0, warmup=0.25, weight_decay=0.1, clip_norm=clip)
+    config = replace(SHORT, dropout=0.0, warmup=0.25, weight_decay=0.1, clip_norm=clip, betas=(0.7, 0.9), eps=1e-4)
     problem = make_problem(data, encoder, config)
     assert isinstance(problem, SentenceProblem)
     _, model, _ = train(problem, encoder, config, keep_best=False)
@@ -159,6 +159,33 @@ def test_a_seed_decides_the_run_and_the_encoder_stays_as_it_was() -> None:
     assert first.config["lr"] == SHORT.lr
     assert first.steps == first.curve[-1]["step"] == 10
     assert json.loads(json.dumps(first.to_dict())) == first.to_dict() | {"config": first.config}
+
+
+class Watched(SentenceProblem):
+    """Notes the seed of dropout of every forward pass in training, and whether dropout was on."""
+
+    seeds: list[int]
+
+    def loss(self, model: Any, indices: Any, device: torch.device, dropout_seed: Tensor | int | None) -> Tensor:
+        assert dropout_seed is not None
+        assert model.training
+        self.seeds.append(int(dropout_seed))
+        return super().loss(model, indices, device, dropout_seed)
+
+
+def test_every_micro_batch_has_dropout_of_its_own() -> None:
+    """Of each update and within it, after evaluations too; another seed has others."""
+    data, encoder = toys.toy(toys.content_rows, 40, 10), toys.tiny_encoder()
+    seeds = []
+    for seed in (0, 0, 1):
+        config = replace(SHORT, micro_batch_tokens=30, seed=seed)
+        problem = Watched(data, encoder, config)
+        problem.seeds = []
+        train(problem, encoder, config)
+        seeds.append(problem.seeds)
+    assert len(set(seeds[0])) == len(seeds[0]) > 2 * 10
+    assert seeds[1] == seeds[0]
+    assert not set(seeds[0]) & set(seeds[2])
 
 
 class Scripted(SentenceProblem):
@@ -381,8 +408,11 @@ def test_killed_terminated_and_finished_equals_uninterrupted(tmp_path: Path) -> 
     whole = finetune(model, data, SHORT, tmp_path / "whole", [0, 1], say=quiet)
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD.format(model=str(model), out=str(out))],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     wait_until(lambda: list(out.glob("state/seed_0/step_*")), child)
     child.kill()
     child.communicate()

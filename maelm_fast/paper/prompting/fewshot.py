@@ -131,9 +131,16 @@ def few_shot(
             state = resume / f"lr{lr:g}-batch{size}" if resume else None
             result, model, _ = train(problem, encoder, config, watch=watch, resume=state, stop=stop)
             cells.append(
-                {"lr": lr, "batch_size": size, "development": result.best, "best_step": result.best_step,
-                 "skipped": result.skipped, "seconds": result.seconds, "truncation": problem.truncation}
-            )  # fmt: skip
+                {
+                    "lr": lr,
+                    "batch_size": size,
+                    "development": result.best,
+                    "best_step": result.best_step,
+                    "skipped": result.skipped,
+                    "seconds": result.seconds,
+                    "truncation": problem.truncation,
+                }
+            )
             if max(cells, key=lambda cell: float(cell["development"])) is cells[-1]:
                 best = model
     assert best is not None

@@ -215,16 +215,25 @@ class Worker(queue.Worker[Unit]):
             self.test = place, make(replace(data, train=data.train.take([])), plan.base)
         test = self.test[1]
         result: dict[str, Any] = {
-            "engine": encoder.engine, "device": device_name(self.device), "precision": self.precision,
-        }  # fmt: skip
+            "engine": encoder.engine,
+            "device": device_name(self.device),
+            "precision": self.precision,
+        }
         if unit.seed is None:
             assert isinstance(test, ClozeProblem)
             model: nn.Module = test.model(encoder, plan.base).to(self.device)
         else:
             found, model = few_shot(
-                data, encoder, make, plan.few, plan.base, unit.seed,
-                watch=self.watch, resume=self.out / "states" / unit.config, stop=stop,
-            )  # fmt: skip
+                data,
+                encoder,
+                make,
+                plan.few,
+                plan.base,
+                unit.seed,
+                watch=self.watch,
+                resume=self.out / "states" / unit.config,
+                stop=stop,
+            )
             result |= found
         evaluation = test.evaluate(model, self.device, self.precision)
         truncation = {split: test.truncation[split] for split in data.validation}
