@@ -6,12 +6,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 RESULTS ?= benchmarks/results
 SOURCES := $(wildcard csrc/*/*)
 
-.PHONY: help setup demo test lint types budget unit test-slow gpu gpu-gate gpu-headline gpu-attention gpu-rest gpu-list bench bench-save bench-compare report clean
+.PHONY: help setup demo test quick lint types budget unit test-slow emulate gpu gpu-gate gpu-headline gpu-attention gpu-rest gpu-list bench bench-save bench-compare report clean
 
 help:
 	@echo "make demo       pretrain a small encoder on text found on this machine, and look at it (a few minutes)"
 	@echo "make test       lint, types, the kernels compiled for sm_80 and sm_90, and the tests"
+	@echo "make quick      the tests of ops, data, model and training without kernels and kills, in a minute"
 	@echo "make lint | types | budget | unit | test-slow | bench | clean"
+	@echo "make emulate    every Triton kernel as an A100 runs it, instruction by instruction on the CPU, and checked"
 	@echo "make report     the tables of the READMEs, written from benchmarks/results/"
 	@echo "make bench-save | bench-compare   the ops and the host code now, and against what was saved"
 	@echo "make gpu        GPU tests and benchmarks with the Python in PYTHON and nothing installed, rows into RESULTS; its parts"
@@ -45,9 +47,19 @@ budget: setup
 unit: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
+# By names, so that nobody keeps a list: what interprets or compiles, or starts and kills processes, takes the time.
+QUICK := not triton and not kernel and not flex and not compil and not opcheck and not process and not kill
+
+quick: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -k "$(QUICK)" tests/ops tests/data tests/model tests/training
+
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
 	$(BIN)/python -m benchmarks.kernel_budget --all
+
+emulate: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.emulation.plugin tests/emulation tests/ops tests/training/test_step.py \
+		-k "emulation or triton or kernel or feed_forward"
 
 bench: setup
 	$(BIN)/python -m benchmarks.ops --device cpu

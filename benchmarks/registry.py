@@ -195,7 +195,7 @@ def _scatter(i: Inputs, backend: str | None) -> Tensor:
 def _loss_inputs(s: Setting) -> Inputs:
     return {
         "hidden": s.activation(s.masked, s.width),
-        "table": s.parameter(s.vocab, s.width).to(s.dtype),
+        "table": s.parameter(s.vocab, s.width),
         "bias": s.parameter(s.vocab),
         "labels": s.batch().labels,
         "vocab": s.vocab,
@@ -203,16 +203,19 @@ def _loss_inputs(s: Setting) -> Inputs:
 
 
 def _loss(i: Inputs, backend: str | None) -> Tensor:
-    return ops.masked_cross_entropy(
-        i["hidden"], i["table"], i["bias"], i["labels"], vocab_size=i["vocab"], backend=backend
-    )[0]
+    hidden = i["hidden"]
+    with torch.autocast(hidden.device.type, hidden.dtype, enabled=hidden.element_size() < 4):
+        return ops.masked_cross_entropy(
+            hidden, i["table"], i["bias"], i["labels"], vocab_size=i["vocab"], backend=backend
+        )[0]
 
 
 def _liger_loss(i: Inputs) -> Tensor:
     from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 
     module = LigerFusedLinearCrossEntropyLoss(reduction="sum")
-    loss: Tensor = module(i["table"], i["hidden"], i["labels"].long(), i["bias"].to(i["table"].dtype))
+    hidden = i["hidden"]
+    loss: Tensor = module(i["table"].to(hidden.dtype), hidden, i["labels"].long(), i["bias"].to(hidden.dtype))
     return loss
 
 

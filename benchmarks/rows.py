@@ -18,7 +18,7 @@ from benchmarks.classes import CLASSES
 from maelm_fast.errors import UserError
 
 # a file is called FORMAT.jsonl or FORMAT_*.jsonl
-FORMATS = ("train_step", "ops", "attention", "loader", "scaling", "projection", "finetune")
+FORMATS = ("train_step", "ops", "attention", "loader", "scaling", "projection", "finetune", "executed")
 PHASES = ("data", "forward", "backward", "optimizer")
 SETTING = ("device", "precision", "batch", "seq", "rate", "lengths")  # of a case, with its dropout and bias
 GPU = "NVIDIA"  # what the name of every GPU begins with
@@ -68,51 +68,132 @@ def or_null(fits: Check) -> Check:
 
 
 MACHINE: Mapping[str, Check] = {
-    "date": is_date, "commit": is_text, "device": is_text, "threads": is_number, "load": is_number, "torch": is_text,
-}  # fmt: skip
+    "date": is_date,
+    "commit": is_text,
+    "device": is_text,
+    "threads": is_number,
+    "load": is_number,
+    "torch": is_text,
+}
 CONTESTANT: Mapping[str, Check] = {
-    **MACHINE, "transformers": or_null(is_text), "model": is_text, "precision": is_text, "batch": is_number,
-    "seq": is_number, "rate": is_number, "dropout": is_number, "bias": is_text, "lengths": is_text,
+    **MACHINE,
+    "transformers": or_null(is_text),
+    "model": is_text,
+    "precision": is_text,
+    "batch": is_number,
+    "seq": is_number,
+    "rate": is_number,
+    "dropout": is_number,
+    "bias": is_text,
+    "lengths": is_text,
     "skipped": or_null(is_text),
-}  # fmt: skip
+}
 TIMED: Mapping[str, Check] = {  # unless it was skipped
-    **CONTESTANT, "rounds": is_number, "tokens_per_s": is_quartiles, "ratios": by_name(is_quartiles),
-    "cpu_ratios": or_null(by_name(is_quartiles)), "mfu": or_null(is_number), "peak_memory_mb": or_null(is_number),
-    "seconds": or_null(by_name(is_number, PHASES)), "kernels": or_null(by_name(is_number, tuple(CLASSES))),
-    "joules_per_mtoken": or_null(is_number), "recompiles": or_null(is_number),
-}  # fmt: skip
+    **CONTESTANT,
+    "rounds": is_number,
+    "tokens_per_s": is_quartiles,
+    "ratios": by_name(is_quartiles),
+    "cpu_ratios": or_null(by_name(is_quartiles)),
+    "mfu": or_null(is_number),
+    "peak_memory_mb": or_null(is_number),
+    "seconds": or_null(by_name(is_number, PHASES)),
+    "kernels": or_null(by_name(is_number, tuple(CLASSES))),
+    "joules_per_mtoken": or_null(is_number),
+    "recompiles": or_null(is_number),
+}
 OTHERS: Mapping[str, Mapping[str, Check]] = {
     "ops": {
-        **MACHINE, "op": is_text, "phase": is_text, "contestant": is_text, "ms": is_quartiles,
+        **MACHINE,
+        "op": is_text,
+        "phase": is_text,
+        "contestant": is_text,
+        "ms": is_quartiles,
         "ratio": or_null(is_quartiles),
     },
     "attention": {
-        **MACHINE, "case": is_text, "bias": is_flag, "dropout": is_number,
-        "phase": is_text, "contestant": is_text, "dtype": is_text, "tokens": is_number, "ms": is_quartiles,
-        "tflop_per_s": is_quartiles, "yardstick": or_null(is_text), "ratio": or_null(is_quartiles),
+        **MACHINE,
+        "case": is_text,
+        "bias": is_flag,
+        "dropout": is_number,
+        "phase": is_text,
+        "contestant": is_text,
+        "dtype": is_text,
+        "tokens": is_number,
+        "ms": is_quartiles,
+        "tflop_per_s": is_quartiles,
+        "yardstick": or_null(is_text),
+        "ratio": or_null(is_quartiles),
     },
     "loader": {
-        **MACHINE, "store": is_text, "mode": is_text, "store_bytes": is_number, "masks": is_text,
-        "micro_batch": is_number, "workers": is_number, "tokens_per_s_per_core": is_quartiles,
-        "fill": has_numbers("all"), "rss_anon_mb": or_null(is_number), "major_faults": or_null(is_number),
+        **MACHINE,
+        "store": is_text,
+        "mode": is_text,
+        "store_bytes": is_number,
+        "masks": is_text,
+        "micro_batch": is_number,
+        "workers": is_number,
+        "tokens_per_s_per_core": is_quartiles,
+        "fill": has_numbers("all"),
+        "rss_anon_mb": or_null(is_number),
+        "major_faults": or_null(is_number),
     },
     "scaling": {
-        **MACHINE, "axis": is_text, "x": is_number, "model": is_text, "precision": is_text,
+        **MACHINE,
+        "axis": is_text,
+        "x": is_number,
+        "model": is_text,
+        "precision": is_text,
         "skipped": or_null(is_text),
     },
     "finetune": {
-        **MACHINE, "transformers": is_text, "precision": is_text, "task": is_text, "hidden_size": is_number,
-        "layers": is_number, "batch": is_number, "examples": is_number, "epochs": is_number, "dropout": is_number,
-        "mean_length": is_number, "rounds": is_number, "metric": is_text, "contestant": is_text,
-        "examples_per_s": is_quartiles, "ratios": by_name(is_quartiles),
+        **MACHINE,
+        "transformers": is_text,
+        "precision": is_text,
+        "task": is_text,
+        "hidden_size": is_number,
+        "layers": is_number,
+        "batch": is_number,
+        "examples": is_number,
+        "epochs": is_number,
+        "dropout": is_number,
+        "mean_length": is_number,
+        "rounds": is_number,
+        "metric": is_text,
+        "contestant": is_text,
+        "examples_per_s": is_quartiles,
+        "ratios": by_name(is_quartiles),
         "results": lambda value: isinstance(value, list) and all(is_number(v) for v in value),
     },
-    "projection": {
-        "date": is_date, "commit": is_text, "device": is_text, "model": is_text, "precision": is_text,
-        "batch": is_number, "seq": is_number, "rate": is_number, "dropout": is_number, "bias": is_text,
-        "products": is_range, "tokens_per_s": is_range, "mfu": is_range, "ms": by_name(is_range, tuple(CLASSES)),
+    "executed": {
+        "date": is_date,
+        "commit": is_text,
+        "triton": is_text,
+        "kernel": is_text,
+        "shape": is_text,
+        "dropout": is_flag,
+        "bias": is_flag,
+        "unit": is_text,
+        "instructions": by_name(is_number),
+        "wavefronts": or_null(is_number),
+        "sectors": or_null(is_number),
     },
-}  # fmt: skip
+    "projection": {
+        "date": is_date,
+        "commit": is_text,
+        "device": is_text,
+        "model": is_text,
+        "precision": is_text,
+        "batch": is_number,
+        "seq": is_number,
+        "rate": is_number,
+        "dropout": is_number,
+        "bias": is_text,
+        "products": is_range,
+        "tokens_per_s": is_range,
+        "mfu": is_range,
+        "ms": by_name(is_range, tuple(CLASSES)),
+    },
+}
 
 
 @dataclass

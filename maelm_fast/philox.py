@@ -10,9 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Words = TypeVar("Words", Tensor, NDArray[np.int64])
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -30,24 +35,29 @@ class Stream(IntEnum):
     ORDER = 4  # sample order
 
 
-def philox(counter: Sequence[Tensor | int], seed: Tensor | int, rounds: int = ROUNDS) -> Tensor:
-    """(..., 4) int64, four 32-bit words. counter: four 32-bit words, int64 tensors that broadcast together or numbers,
-    one tensor at least. seed: 64 bits.
+def philox(counter: Sequence[Words | int], seed: Words | int, rounds: int = ROUNDS) -> list[Words]:
+    """Four arrays of 32-bit words, which broadcast to the shape of the counter's.
 
-    A product of two words may wrap the sign; its halves are masked out of it."""
+    counter: four 32-bit words, int64 tensors on any device or NumPy arrays (one array at least) or numbers. seed: 64
+    bits. A product of two words may wrap the sign; its halves are masked out of it."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & LOW, (seed >> 32) & LOW
     for _ in range(rounds):
         high, low = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (low >> 32) & LOW ^ c1 ^ k0, low & LOW, (high >> 32) & LOW ^ c3 ^ k1, high & LOW
         k0, k1 = (k0 + _WEYL[0]) & LOW, (k1 + _WEYL[1]) & LOW
-    return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), dim=-1)
+    return [c0, c1, c2, c3]  # type: ignore[list-item]
+
+
+def stacked(words: Sequence[Tensor]) -> Tensor:
+    """(..., 4)"""
+    return torch.stack(torch.broadcast_tensors(*words), dim=-1)
 
 
 def position_words(length: int, samples: Tensor, epochs: Tensor | int, stream: Stream, seed: int) -> Tensor:
     """(S, length) int64, a 32-bit word per position: word p is word p % 4 of block p // 4. samples, epochs: (S, 1)."""
     blocks = torch.arange(-(-length // 4), device=samples.device)
-    return philox((blocks, samples, epochs, int(stream)), seed).flatten(1)[:, :length]
+    return stacked(philox((blocks, samples, epochs, int(stream)), seed)).flatten(1)[:, :length]
 
 
 def fold_seed(seed: int, *path: int) -> int:

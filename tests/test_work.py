@@ -175,8 +175,11 @@ def test_units_in_order_after_what_they_need_and_a_failure_costs_only_what_needs
     work(UNITS, first, tmp_path, say=said.append)
     assert first.begun == ["a", "b", "c", "a1"]
     assert outcomes(tmp_path) == [
-        ("a", {"sum": 97}), ("b", "RuntimeError: no memory"), ("c", "it is odd"), ("a1", {"sum": 146}),
-    ]  # fmt: skip
+        ("a", {"sum": 97}),
+        ("b", "RuntimeError: no memory"),
+        ("c", "it is odd"),
+        ("a1", {"sum": 146}),
+    ]
     row = Ledger(tmp_path).rows()[0]
     assert list(row) == ["key", "stage", "config", "length", "result", "time"]
     assert (row["stage"], row["config"], row["length"]) == ("sum", "hash of a", 1)

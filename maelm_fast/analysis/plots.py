@@ -1,87 +1,61 @@
-"""Pictures of runs: loss curves, and effective rank over the layers.
-
-matplotlib is optional and loaded on use. Figures are made without pyplot, hence without a display or global state.
-Colours are Okabe and Ito's, which colour-blind readers can tell apart; markers or line styles differ as well.
-"""
+"""Pictures of runs: loss curves, and effective rank over the layers."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from maelm_fast.analysis.effective_rank import RankReport
 from maelm_fast.analysis.inputs import INPUTS
 from maelm_fast.config import require
-from maelm_fast.data.files import written_aside
 from maelm_fast.errors import UserError
+from maelm_fast.reporting import (
+    COLOURS,
+    GREY,
+    STYLES,
+    figure_of,
+    grid,
+    layer_axis,
+    legend_below,
+    look,
+    require_matplotlib,
+    save,
+    thousands,
+)
 from maelm_fast.training.rundir import RunDir
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-STYLES = ("-", "--", ":", "-.")
-GREY = "#555555"
+Over = Literal["tokens", "steps"]
 _RANK_LINE: dict[str, Any] = {"markersize": 5.5, "linewidth": 1.8, "clip_on": False}
 _SMOOTHING = 40  # the smoothed curve averages over a fortieth of the logged updates to either side
+_CURVES = {
+    "train": ("loss",),
+    "validation": ("val_loss", "val_accuracy", "unigram_nats"),
+    "rank": ("rank_last", "rank_last_mask"),
+}
+"""What is plotted of the rows of a run's metrics, by their kind."""
+_OPTIONAL = ("unigram_nats", "rank_last_mask")
+
+Curve = tuple[list[int], list[float]]
+"""Original tokens, or updates, and a quantity; accuracies are shares of 1."""
 
 
-def require_matplotlib() -> None:
-    """Raises UserError with the remedy if matplotlib is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UserError("plots need matplotlib: pip install matplotlib") from None
+def read_curves(run: RunDir, over: Over = "tokens") -> dict[str, Curve]:
+    """The curves in a run's metrics, without values that are missing or not finite (a skipped update).
 
-
-@dataclass
-class Curve:
-    """Points of one quantity over training."""
-
-    x: list[int] = field(default_factory=list)
-    y: list[float] = field(default_factory=list)
-
-    def add(self, x: int, y: float | None) -> None:
-        """Values that are missing or not finite (a skipped update) are left out."""
-        if y is not None and math.isfinite(y):
-            self.x.append(x)
-            self.y.append(y)
-
-
-@dataclass
-class RunCurves:
-    """What is plotted of one run. x counts original tokens, or updates; accuracies are shares of 1."""
-
-    label: str
-    train_loss: Curve = field(default_factory=Curve)
-    val_loss: Curve = field(default_factory=Curve)
-    val_accuracy: Curve = field(default_factory=Curve)
-    rank_last: Curve = field(default_factory=Curve)
-    """Effective rank of the real tokens in the last layer, where it was measured in training."""
-    rank_last_mask: Curve = field(default_factory=Curve)
-    unigram_nats: float | None = None
-
-
-def read_curves(run: RunDir, label: str, over: Literal["tokens", "steps"] = "tokens") -> RunCurves:
-    """The curves in a run's metrics. Raises UserError if it has logged nothing yet, or if a row cannot be read."""
-    curves = RunCurves(label)
-    key = "tokens" if over == "tokens" else "step"
+    Raises UserError if it has logged nothing yet, or if a row cannot be read."""
+    curves: dict[str, Curve] = {name: ([], []) for names in _CURVES.values() for name in names}
     try:
         for row in run.metrics():
-            if row["kind"] == "train":
-                curves.train_loss.add(row[key], row["loss"])
-            elif row["kind"] == "validation":
-                curves.val_loss.add(row[key], row["val_loss"])
-                curves.val_accuracy.add(row[key], row["val_accuracy"])
-                curves.unigram_nats = row.get("unigram_nats", curves.unigram_nats)
-            elif row["kind"] == "rank":
-                curves.rank_last.add(row[key], row["rank_last"])
-                curves.rank_last_mask.add(row[key], row.get("rank_last_mask"))
+            for name in _CURVES.get(row["kind"], ()):
+                value = row.get(name) if name in _OPTIONAL else row[name]
+                if value is not None and math.isfinite(value):
+                    curves[name][0].append(row["tokens" if over == "tokens" else "step"])
+                    curves[name][1].append(value)
     except (OSError, ValueError, LookupError, TypeError):
         raise UserError(f"{run.metrics_file} is damaged: it is not a run's metrics") from None
-    require(bool(curves.train_loss.x or curves.val_loss.x), f"{run.path}: no metrics yet, nothing to plot")
+    require(bool(curves["loss"][0] or curves["val_loss"][0]), f"{run.path}: no metrics yet, nothing to plot")
     return curves
 
 
@@ -96,80 +70,67 @@ def smoothed(values: list[float], reach: int) -> list[float]:
     return result
 
 
-def plot_runs(runs: list[RunDir], out: Path, over: Literal["tokens", "steps"] = "tokens") -> None:
+def plot_runs(runs: list[RunDir], out: Path, over: Over = "tokens") -> None:
     """Training and validation loss of one or more runs, validation accuracy and the last layer's effective rank where
     they were measured.
 
     Writes `out` in the format of its ending. Raises UserError if a directory is no run or has no metrics."""
     require(bool(runs), "no run to plot")
     require_matplotlib()
-    from matplotlib.ticker import FuncFormatter, PercentFormatter
+    from matplotlib.ticker import PercentFormatter
 
-    curves = [read_curves(run, label, over) for run, label in zip(runs, _run_labels(runs), strict=True)]
-    evaluated = any(run.val_accuracy.x for run in curves)
-    ranked = any(run.rank_last.x for run in curves)
+    labels, curves = _run_labels(runs), [read_curves(run, over) for run in runs]
+    evaluated = any(run["val_accuracy"][0] for run in curves)
+    ranked, masked = (any(run[name][0] for run in curves) for name in ("rank_last", "rank_last_mask"))
     panels = 1 + evaluated + ranked
     figure = figure_of((7.0, 11.0, 16.0)[panels - 1], 4.6)
     axes = figure.subplots(1, panels, squeeze=False)[0]
-    for i, run in enumerate(curves):
-        style = STYLES[i // len(COLOURS) % len(STYLES)]
-        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-        _draw_run(axes[0], axes[1] if evaluated else None, run, colour, marker, style)
-        if ranked:
-            _draw_ranks(axes[-1], run, colour, marker)
-    for nats in sorted({round(run.unigram_nats, 2) for run in curves if run.unigram_nats is not None}):
+    for i, (run, label) in enumerate(zip(curves, labels, strict=True)):
+        _draw_run(axes, run, label, i, evaluated, ranked)
+    for nats in sorted({round(run["unigram_nats"][1][-1], 2) for run in curves if run["unigram_nats"][1]}):
         label = f"unigram entropy, {nats:.2f} nats"
         axes[0].axhline(nats, color=GREY, linestyle=(0, (6, 3)), linewidth=1.2, label=label)
     title = "Masked-token loss: training (line, smoothed)" + (", validation (marks)" if evaluated else "")
     axes[0].set_title(title, size=11)
     axes[0].set_ylabel("loss (nats per masked token)")
-    for axis in axes:
-        axis.set_xlabel("original tokens seen" if over == "tokens" else "updates")
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
-        axis.set_xlim(left=0)
-        grid(axis)
     if evaluated:
         axes[1].set_title("Validation accuracy on masked tokens", size=11)
         axes[1].set_ylabel("accuracy")
         axes[1].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-        axes[1].set_ylim(bottom=0)
     if ranked:
         axes[-1].set_title("0.9-effective rank of the last layer", size=11)
-        axes[-1].set_ylabel("real tokens (solid), [MASK] (dotted)")
-        axes[-1].set_ylim(bottom=0)
+        axes[-1].set_ylabel("real tokens (solid), [MASK] (dotted)" if masked else "real tokens")
+    for axis in axes:
+        axis.set_xlabel("original tokens seen" if over == "tokens" else "updates")
+        thousands(axis)
+        axis.set_xlim(left=0)
+        grid(axis)
+    for axis in axes[1:]:
+        axis.set_ylim(bottom=0)
     handles, labels = axes[0].get_legend_handles_labels()
     columns = min(len(labels), 3 if panels > 1 else 2)
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
     save(figure, out)
 
 
-def _draw_run(loss: Any, accuracy: Any, run: RunCurves, colour: str, marker: str, style: str) -> None:
-    train, validation = run.train_loss, run.val_loss
-    every = max(1, len(validation.x) // 20)  # marks that touch hide the curve
-    line = {"color": colour, "linestyle": style, "linewidth": 1.8}
-    marks = {"marker": marker, "markersize": 5.5, "markeredgecolor": "white", "markevery": every}
-    loss.plot(train.x, train.y, color=colour, linewidth=0.7, alpha=0.35)
-    loss.plot(train.x, smoothed(train.y, len(train.y) // _SMOOTHING), **line)
-    loss.plot(validation.x, validation.y, color=colour, linestyle="none", zorder=3, **marks)
-    loss.plot([], [], **line, **(marks if validation.x else {}), label=run.label)  # for the legend
-    if accuracy is not None:
-        accuracy.plot(run.val_accuracy.x, run.val_accuracy.y, **line, **marks)
+def _draw_run(axes: Any, run: dict[str, Curve], label: str, i: int, evaluated: bool, ranked: bool) -> None:
+    colour, marker = look(i)["color"], look(i)["marker"]
+    line = {"color": colour, "linestyle": STYLES[i // len(COLOURS) % len(STYLES)], "linewidth": 1.8}
 
+    def marks(curve: Curve) -> dict[str, Any]:
+        every = max(1, len(curve[0]) // 20)  # marks that touch hide the curve
+        return {"marker": marker, "markersize": 5.5, "markeredgecolor": "white", "markevery": every}
 
-def _draw_ranks(axis: Any, run: RunCurves, colour: str, marker: str) -> None:
-    for curve, style in ((run.rank_last, "-"), (run.rank_last_mask, ":")):
-        every = max(1, len(curve.x) // 20)
-        axis.plot(
-            curve.x,
-            curve.y,
-            color=colour,
-            linestyle=style,
-            linewidth=1.8,
-            marker=marker,
-            markersize=5.5,
-            markeredgecolor="white",
-            markevery=every,
-        )
+    train, validation = run["loss"], run["val_loss"]
+    axes[0].plot(*train, color=colour, linewidth=0.7, alpha=0.35)
+    axes[0].plot(train[0], smoothed(train[1], len(train[1]) // _SMOOTHING), **line)
+    dots = marks(validation)
+    axes[0].plot(*validation, color=colour, linestyle="none", zorder=3, **dots)
+    axes[0].plot([], [], **line, **(dots if validation[0] else {}), label=label)  # for the legend
+    if evaluated:
+        axes[1].plot(*run["val_accuracy"], **line, **dots)
+    for name, style in (("rank_last", "-"), ("rank_last_mask", ":")) if ranked else ():
+        axes[-1].plot(*run[name], **{**line, "linestyle": style}, **marks(run[name]))
 
 
 def plot_ranks(reports: list[RankReport], out: Path) -> None:
@@ -185,26 +146,21 @@ def plot_ranks(reports: list[RankReport], out: Path) -> None:
     axes = figure.subplots(len(taus), columns, squeeze=False, sharex=True)
     for t, tau in enumerate(taus):
         if len(reports) == 1:
-            _draw_inputs(axes[t][0], reports[0], t)
+            for entry in reports[0].inputs:
+                ranks, style = entry.ranks[t], look(INPUTS.index(entry.name))
+                axes[t][0].plot(range(len(ranks)), ranks, **style, **_RANK_LINE, label=entry.label)
             axes[t][0].set_title(f"{reports[0].title}, d = {reports[0].hidden_size}", size=11)
         else:
             _draw_comparison(axes[t][0], axes[t][1], reports, t)
         for axis in axes[t]:
-            _layer_axis(axis, f"{tau:g}-effective rank (dimensions)", t == len(taus) - 1)
+            layer_axis(axis, f"{tau:g}-effective rank (dimensions)")
+            if t == len(taus) - 1:
+                legend_below(axis)
+            else:
+                axis.set_xlabel("")
+            axis.margins(x=0.03)
+            axis.set_ylim(bottom=0)
     save(figure, out)
-
-
-def _draw_inputs(axis: Any, report: RankReport, t: int) -> None:
-    for entry in report.inputs:
-        i = INPUTS.index(entry.name)
-        axis.plot(
-            range(len(entry.ranks[t])),
-            entry.ranks[t],
-            color=COLOURS[i],
-            marker=MARKERS[i],
-            **_RANK_LINE,
-            label=entry.label,
-        )
 
 
 def _draw_comparison(whole: Any, mask: Any, reports: list[RankReport], t: int) -> None:
@@ -212,39 +168,18 @@ def _draw_comparison(whole: Any, mask: Any, reports: list[RankReport], t: int) -
     mask.set_title("Within text with [MASK]", size=11)
     for i, report in enumerate(reports):
         ranks = {entry.name: entry.ranks[t] for entry in report.inputs}
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], **_RANK_LINE}
         lines = [(whole, "without_mask", "-", "all tokens real")]
         if report.encoder_sees_mask:
             lines = [(whole, "with_mask", "-", "with [MASK]"), (whole, "without_mask", "--", "without [MASK]")]
-            lines += [
-                (mask, "real_positions", "-", "real positions"),
-                (mask, "mask_positions", ":", "[MASK] positions"),
-            ]
+            lines += [(mask, f"{where}_positions", dash, text) for where, dash, text in _POSITIONS]
         for axis, name, dash, label in lines:
-            axis.plot(range(len(ranks[name])), ranks[name], linestyle=dash, **style, label=f"{report.title}: {label}")
+            style = {"linestyle": dash, **look(i), **_RANK_LINE}
+            axis.plot(range(len(ranks[name])), ranks[name], **style, label=f"{report.title}: {label}")
     if not any(report.encoder_sees_mask for report in reports):
         mask.text(0.5, 0.5, "no model here was pretrained with [MASK]", ha="center", transform=mask.transAxes)
 
 
-def _layer_axis(axis: Any, label: str, named: bool) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    if named:
-        axis.set_xlabel("layer (0: embedding output)")
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1, frameon=False)
-    axis.set_ylabel(label)
-    axis.xaxis.set_major_locator(MaxNLocator(nbins=13, integer=True))
-    axis.margins(x=0.03)
-    axis.set_ylim(bottom=0)
-    grid(axis)
-
-
-def short_number(value: float) -> str:
-    """1500000 -> "1.5M"; billions are "B", as token counts are written."""
-    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if abs(value) >= size:
-            return f"{value / size:.4g}{suffix}"
-    return f"{value:.4g}"
+_POSITIONS = (("real", "-", "real positions"), ("mask", ":", "[MASK] positions"))
 
 
 def _run_labels(runs: list[RunDir]) -> list[str]:
@@ -256,32 +191,3 @@ def _run_labels(runs: list[RunDir]) -> list[str]:
         preset if presets.count(preset) == 1 else label if labels.count(label) == 1 else path
         for preset, label, path in zip(presets, labels, paths, strict=True)
     ]
-
-
-def figure_of(width: float, height: float) -> Any:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
-
-
-def grid(axis: Any) -> None:
-    axis.grid(True, color="#dddddd", linewidth=0.7)
-    axis.set_axisbelow(True)
-    axis.tick_params(labelsize=9.5)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
-
-
-def save(figure: Any, out: Path) -> None:
-    """Drawn in memory first, so that a failure leaves no half-written file."""
-    kind = out.suffix.lstrip(".").lower()
-    kinds = figure.canvas.get_supported_filetypes()
-    require(kind in kinds, f"{out}: cannot write a picture of kind '{out.suffix}'; use .png, .pdf or .svg")
-    picture = io.BytesIO()
-    figure.savefig(picture, format=kind)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with written_aside(out) as file:
-            file.write(picture.getvalue())
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}") from None

@@ -262,9 +262,11 @@ def _user_error(error: Exception, argv: Sequence[str], fields: Mapping[str, _Fie
     elif found := re.search(r'Parser key "([\w.]+)": .*(?:Got|Given) value: (.*)', text):
         name = found[1]
         text = f"{_option(name)} takes {_kind(fields[name].hint)}, not {found[2]}" if name in fields else text
+    text = re.sub(r'Parser key "(\w+)":', r"--\1:", text)
     if found:
         given = {word.partition("=")[0] for word in argv}
-        in_file = _option(name) not in given
+        spelt = fields[name].settings.get("aliases", ()) if name in fields else ()
+        in_file = given.isdisjoint((_option(name), *spelt))
     if in_file and (files := _config_files(argv)):
         text = f"{', '.join(files)}: {text}"
     return UserError(text if "--help" in text else f"{text} (see '{prog} --help')")

@@ -58,7 +58,7 @@ def _prepare(argv: list[str]) -> int:
     both = bool(config.validation_inputs) and config.validation != PrepareConfig.validation
     require(not both, "--validation is a share of the inputs, --validation-inputs names others: remove one of the two")
     manifest = prepare(config, log=lambda line: print(line, file=sys.stderr, flush=True))
-    print(_table(manifest))
+    print(_text(manifest))
     print(f"store: {config.out}")
     return 0
 
@@ -69,7 +69,7 @@ def _show(argv: list[str]) -> int:
     options: ShowOptions = parse("data show", argv, ShowOptions, examples=SHOW_EXAMPLES)
     require(options.samples >= 0, f"--samples must not be negative, not {options.samples}")
     stores = [TokenStore(options.store, split) for split in Manifest.read(options.store).splits]
-    print(_table(stores[0].manifest))
+    print(_text(stores[0].manifest))
     if options.verify:
         stores[0].tokenizer()
         for store in stores:
@@ -92,7 +92,7 @@ def _print_samples(store: TokenStore, count: int) -> None:
         print(f"\n{store.split} sample {index}, {len(store[index])} tokens:\n{text[:SHOWN_CHARS]}{more}")
 
 
-def _table(manifest: Manifest) -> str:
+def _text(manifest: Manifest) -> str:
     names = list(manifest.splits)
     splits = list(manifest.splits.values())
     rows = [("", *names), *((label, *(show(split) for split in splits)) for label, show in ROWS)]

@@ -15,12 +15,13 @@ from typing import Any
 from maelm_fast import presets
 from maelm_fast.analysis.effective_rank import REPORT_FILE, measure
 from maelm_fast.analysis.fill import fill
-from maelm_fast.analysis.plots import plot_ranks, plot_runs, require_matplotlib
+from maelm_fast.analysis.plots import plot_ranks, plot_runs
 from maelm_fast.cli.common import parse
 from maelm_fast.config import require
 from maelm_fast.data.prepare import PrepareConfig, prepare
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.export.huggingface import export
+from maelm_fast.reporting import require_matplotlib
 from maelm_fast.training.files import write_json
 from maelm_fast.training.job import pretrain
 from maelm_fast.training.rundir import LoadedRun, RunDir, load_run

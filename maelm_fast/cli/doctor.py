@@ -151,7 +151,7 @@ def extension_rows() -> list[Row]:
     host = native.host() is not None
     ops = native.ops()
     lost = {
-        "host": "masks are drawn and documents packed in NumPy, several times slower",
+        "host": "masks are drawn and documents packed in PyTorch and NumPy, several times slower",
         "ops": "the CPU's embedding, LayerNorm, scatter and dropout run in plain PyTorch",
     }
     return [

@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 
 from maelm_fast.analysis.effective_rank import REPORT_FILE, TAU, RankReport, check_taus, measure, write_reports
-from maelm_fast.analysis.huggingface import LONGEST, load_encoder, measure_checkpoint
-from maelm_fast.analysis.plots import plot_ranks, require_matplotlib
+from maelm_fast.analysis.huggingface import LONGEST, load_checkpoint, measure_checkpoint
+from maelm_fast.analysis.plots import plot_ranks
 from maelm_fast.batch import PackedBatch
 from maelm_fast.cli.common import option, parse
 from maelm_fast.config import require
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
+from maelm_fast.reporting import require_matplotlib
 from maelm_fast.training.hardware import choose_device
 from maelm_fast.training.rundir import RunDir, load_run
 
@@ -72,7 +73,7 @@ def main(argv: list[str]) -> int:
     write_reports(out / REPORT_FILE, reports)
     plot_ranks(reports, (out / REPORT_FILE).with_suffix(".png"))
     for report in reports:
-        print(_table(report))
+        print(_text(report))
     print(f"written: {out / REPORT_FILE} and .png")
     return 0
 
@@ -87,7 +88,7 @@ def _of_run(path: str, options: Options, taus: list[float]) -> RankReport:
 
 
 def _of_checkpoint(path: str, text: str, options: Options, taus: list[float]) -> RankReport:
-    encoder = load_encoder(path, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    encoder = load_checkpoint(path, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     samples = CHECKPOINT_SAMPLES if options.samples is None else options.samples
     length = LONGEST if options.length is None else options.length
     return measure_checkpoint(encoder, text, taus, samples, length, watch=_progress)
@@ -113,7 +114,7 @@ def _progress(batches: Iterable[PackedBatch], total: int) -> Iterable[PackedBatc
     return track(batches, "encoding", total=total, transient=True)
 
 
-def _table(report: RankReport) -> str:
+def _text(report: RankReport) -> str:
     layers = len(report.inputs[0].ranks[0])
     width = max(len(entry.label) for entry in report.inputs)
     lines = []

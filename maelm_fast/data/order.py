@@ -3,15 +3,13 @@
 A Feistel network shuffles a power of four at least as large as `size`; values that fall outside are sent
 through it again until they fall inside (cycle walking; from 64 samples on, four passes at most on average). Nothing is
 stored, so a run resumes anywhere and a corpus of a billion samples needs no index array. The C++ of csrc/host/order.cpp
-does it where it was built, else `permutation_reference`, with the same result.
+does it where it was built; `permutation_numpy` is the reference, with the same result.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from maelm_fast import native
 from maelm_fast.philox import Stream, philox
@@ -27,7 +25,7 @@ def permutation(index: NDArray[np.int64], size: int, seed: int, epoch: int) -> N
         raise ValueError(f"index outside [0, {size})")
     host = native.host()
     if host is None:
-        ids = permutation_reference(flat, size, seed, epoch)
+        ids = permutation_numpy(flat, size, seed, epoch)
     else:
         ids = host.permute(flat, size, _half_bits(size), _FEISTEL_ROUNDS, seed & 0xFFFFFFFFFFFFFFFF, epoch)
     return ids.reshape(np.shape(index))
@@ -38,24 +36,25 @@ def subset(count: int, size: int) -> NDArray[np.int64]:
     return np.sort(permutation(np.arange(count), size, seed=0, epoch=0))
 
 
-def permutation_reference(index: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """`permutation` of one row of places, without its check, in plain PyTorch."""
+def permutation_numpy(index: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """`permutation` of one row of places, without its check."""
     half = _half_bits(size)
-    values = _feistel(torch.from_numpy(index), half, seed, epoch)
-    while (outside := (values >= size).nonzero().squeeze(1)).numel():
+    values = _feistel(index, half, seed, epoch)
+    while (outside := np.flatnonzero(values >= size)).size:
         values[outside] = _feistel(values[outside], half, seed, epoch)
-    return values.numpy()
+    return values
 
 
 def _half_bits(size: int) -> int:
     return max(_MIN_HALF_BITS, -(-(size - 1).bit_length() // 2))
 
 
-def _feistel(values: Tensor, half: int, seed: int, epoch: int) -> Tensor:
-    left, right = values >> half, values & ((1 << half) - 1)
+def _feistel(values: NDArray[np.int64], half: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    low = (1 << half) - 1
+    left, right = values >> half, values & low
     for round_ in range(_FEISTEL_ROUNDS):
-        word = philox((right, round_, epoch, int(Stream.ORDER)), seed)[:, 0]
-        left, right = right, left ^ (word & ((1 << half) - 1))
+        word = philox((right, round_, epoch, int(Stream.ORDER)), seed)[0]
+        left, right = right, left ^ (word & low)
     return (left << half) | right
 
 

@@ -1,5 +1,6 @@
 """What a fine-tuning job leaves: numbers of all seeds, and of the median seed its predictions and pictures.
 
+results.csv        a row per metric of every evaluation of every seed, and of the baselines
 report.json        everything below as data, with every seed's curve
 REPORT.md          the same to be read
 curves.png         training loss, development metric, effective rank before and after
@@ -15,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,16 +26,31 @@ import torch
 from numpy.typing import NDArray
 
 from maelm_fast.analysis.effective_rank import TAU
-from maelm_fast.analysis.plots import COLOURS, MARKERS, figure_of, grid, require_matplotlib
-from maelm_fast.analysis.plots import save as save_figure
 from maelm_fast.data.order import subset
+from maelm_fast.encoders import TextEncoder
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.batches import evaluation_batches, token_batch
-from maelm_fast.finetuning.encoders import TextEncoder
 from maelm_fast.finetuning.examples import TaskData
-from maelm_fast.finetuning.markdown import table as markdown_table
 from maelm_fast.finetuning.problem import EVALUATION_TOKENS, Evaluation, autocast
-from maelm_fast.finetuning.text import Inputs
+from maelm_fast.reporting import (
+    GREY,
+    aligned,
+    figure_of,
+    frame,
+    grid,
+    layer_axis,
+    look,
+    low_to_high,
+    measured,
+    number,
+    per_group,
+    require_matplotlib,
+    save,
+    table,
+    where,
+    write_results,
+)
+from maelm_fast.text import Inputs
 from maelm_fast.training.files import write_json, write_text
 from maelm_fast.training.gram import GramMatrix, rank_at
 from maelm_fast.training.live import evaluating
@@ -110,6 +126,21 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
+def results_rows(results: Sequence[Result], baselines: dict[str, dict[str, float]]) -> Any:
+    """A row per metric of every evaluation. best: whether it is the seed's best one. Baselines, whose model is their
+    name, are of the first split."""
+    rows: list[dict[str, Any]] = []
+    for result in results:
+        about = {"model": result.encoder, "task": result.task, "seed": result.seed}
+        for at in result.curve:
+            when = {key: at[key] for key in ("step", "epoch", "seconds")}
+            rows += measured({**about, **when, "best": at["step"] == result.best_step}, at["metrics"])
+    for name, metrics in baselines.items():
+        first = next(iter(results[0].metrics))
+        rows += measured({"model": name, "task": results[0].task}, {first: metrics})
+    return frame(rows, ("model", "task", "seed", "step", "epoch", "best", "split", "metric", "value"))
+
+
 def write_report(
     out: Path,
     origin: dict[str, Any],
@@ -123,32 +154,30 @@ def write_report(
 ) -> None:
     """All files of this module's list, report.json last. origin: what was fine-tuned. evaluation, after: of the median
     seed; before: of the encoder as it was. Pictures need matplotlib: without it that is said, and the rest written."""
-    task = data.task
+    task, splits = data.task, {"train": data.train, **data.validation}
+    ranks = {"inputs": before.inputs, "tokens": before.tokens, "before": before.ranks, "after": after.ranks}
     values: dict[str, Any] = {
         "task": task.name,
         "title": task.title,
         "kind": task.kind,
         "metric": task.metric,
         "model": {**origin, "name": results[0].encoder, "engine": results[0].engine},
-        "data": {
-            name: {"source": split.source, "examples": len(split)}
-            for name, split in {"train": data.train, **data.validation}.items()
-        },
+        "data": {name: {"source": split.source, "examples": len(split)} for name, split in splits.items()},
         "notes": list(data.notes),
         "summary": summary(results),
         "baselines": baselines,
         "truncation": results[0].truncation,
-        "effective_rank": {
-            "tau": TAU, "inputs": before.inputs, "tokens": before.tokens, "before": before.ranks, "after": after.ranks,
-        },
+        "effective_rank": {"tau": TAU, **ranks},
         "classes": list(task.labels),
         "details": evaluation.details,
         "results": [result.to_dict() for result in results],
-    }  # fmt: skip
+    }
     try:
-        rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in evaluation.predictions)
-        write_text(out / "predictions.jsonl", rows)
-        write_text(out / "REPORT.md", _markdown(values, data, results))
+        predictions = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in evaluation.predictions)
+        write_text(out / "predictions.jsonl", predictions)
+        rows = results_rows(results, baselines)
+        write_results(out, rows)
+        write_text(out / "REPORT.md", "\n".join(_markdown(values, data, results, rows)))
         try:
             require_matplotlib()
         except UserError as error:
@@ -164,46 +193,47 @@ def write_report(
         raise UserError(f"cannot write in {out}: {error.strerror}; the same command goes on") from None
 
 
-def table(data: TaskData, results: Sequence[Result], baselines: dict[str, dict[str, float]]) -> str:
-    """For the terminal: a row per baseline, per seed and for their median, a column per metric of the first split."""
-    task, first = data.task, next(iter(data.validation))
+def terminal_lines(data: TaskData, results: Sequence[Result], baselines: dict[str, dict[str, float]]) -> list[str]:
+    """A row per baseline, per seed and for their median, a column per metric of the first split."""
+    task, first, total = data.task, next(iter(data.validation)), summary(results)
     has = results[0].metrics[first]  # SQuAD: without unanswerable questions no metrics of them
     names = [task.metric, *(name for name in task.metrics if name != task.metric and name in has)]
     rows = [["", *names, f"last {task.metric}", "seconds", f"{_items(data)}/s"]]
-    rows += [[name, *(number(found.get(metric)) for metric in names), "", "", ""] for name, found in baselines.items()]
+    rows += [
+        [name, *(number(found.get(metric), 2) for metric in names), "", "", ""] for name, found in baselines.items()
+    ]
     for result in results:
-        found = [number(result.metrics[first][name]) for name in names]
-        rows.append(
-            [f"seed {result.seed}", *found, number(result.last), f"{result.seconds:,.1f}",
-             f"{result.examples_per_s:,.1f}"]
-        )  # fmt: skip
-    total = summary(results)
-    spreads = [total["metrics_at_best"][first][name] for name in names] + [total["last"]]
-    speed = [total["seconds"]["median"], total["examples_per_s"]["median"]]
-    rows.append(["median", *(number(s["median"]) for s in spreads), *(f"{value:,.1f}" for value in speed)])
+        found = [*(result.metrics[first][name] for name in names), result.last]
+        speed = [number(result.seconds), number(result.examples_per_s)]
+        rows.append([f"seed {result.seed}", *(number(value, 2) for value in found), *speed])
+    spreads = [*(total["metrics_at_best"][first][name] for name in names), total["last"]]
+    speed = [number(total[name]["median"]) for name in ("seconds", "examples_per_s")]
+    rows.append(["median", *(number(s["median"], 2) for s in spreads), *speed])
     if len(results) > 1:
-        rows.append(["min..max", *(f"{s['min']:.2f}..{s['max']:.2f}" for s in spreads), "", ""])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-             for row in rows]  # fmt: skip
+        rows.append(["min..max", *(low_to_high([s["min"], s["max"]], 2) for s in spreads), "", ""])
     title = f"{task.title}, development set {first}; of each seed the best of {len(results[0].curve)} evaluations"
     cut = ", ".join(f"{part['cut']:,} of {name}" for name, part in _splits(results[0].truncation) if "cut" in part)
-    return "\n".join([title, *(line.rstrip() for line in lines), *([f"inputs cut: {cut}"] if cut else [])])
-
-
-def number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    return [title, *aligned(rows), *([f"inputs cut: {cut}"] if cut else [])]
 
 
 def _splits(truncation: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return [(name, part) for name, part in truncation.items() if isinstance(part, dict)]
 
 
-def _markdown(values: dict[str, Any], data: TaskData, results: Sequence[Result]) -> str:
-    model, chosen = values["model"], values["summary"]["median_seed"]
+def _items(data: TaskData) -> str:
+    return "windows" if data.task.kind == "spans" else "examples"
+
+
+def _markdown(values: dict[str, Any], data: TaskData, results: Sequence[Result], rows: Any) -> list[str]:
+    """REPORT.md."""
+    model, total, rank, cut = values["model"], values["summary"], values["effective_rank"], values["truncation"]
+    chosen = total["median_seed"]
     step = "" if model["step"] is None else f", step {model['step']:,}"
     start = "randomly initialised" if model["random_init"] else f"pretrained{step}"
     places = ", ".join(dict.fromkeys(f"{result.device} in {result.precision}" for result in results))
+    used = {key: value for key, value in cut.items() if key in ("max_length", "stride")}  # the model's
+    untold = _UNTOLD[values["kind"] == "spans"]
+    told = (f"{key} {value}" for key, value in {**results[0].config, **used}.items() if key not in untold)
     lines = [
         f"# {values['title']}: {model['name']}",
         "",
@@ -216,42 +246,10 @@ def _markdown(values: dict[str, Any], data: TaskData, results: Sequence[Result])
         f"Numbers are of the development set, in percent. *Best* is the best of {len(results[0].curve)} evaluations by "
         f"{values['metric']}, as the paper reports; *last* is after the last update. No test set was used.",
         "",
-        *_metrics(values, data, results),
-        *_settings(values, data, results),
-        *_truncation(values),
-        *_ranks(values),
     ]
-    for split, matrix in values["details"].get("confusion", {}).items():
-        lines += [f"## Confusion on {split}, seed {chosen}", "", *_confusion(matrix, values["classes"])]
-    for split, found in values["details"].get("errors", {}).items():
-        lines += [f"## Errors on {split}, seed {chosen}", "", *_errors(found)]
-    return "\n".join(lines)
-
-
-def _metrics(values: dict[str, Any], data: TaskData, results: Sequence[Result]) -> list[str]:
-    """A table per development split; the first has the baselines."""
-    lines = []
-    for split, found in values["summary"]["metrics_at_best"].items():
-        metrics = {name: s for name, s in found.items() if name in data.task.metrics or name.endswith("_thresh")}
-        rows = []
-        if split == next(iter(data.validation)):
-            for name, floor in values["baselines"].items():
-                rows.append([name, *(number(floor.get(metric)) for metric in metrics)])
-        for result in results:
-            for when, at in (("best", result.metrics), ("last", result.curve[-1]["metrics"])):
-                rows.append([f"seed {result.seed}, {when}", *(number(at[split][metric]) for metric in metrics)])
-        rows.append(["**median, best**", *(f"**{s['median']:.2f}**" for s in metrics.values())])
-        if len(results) > 1:
-            rows.append(["min..max, best", *(f"{s['min']:.2f}..{s['max']:.2f}" for s in metrics.values())])
-        lines += [f"## {split}", "", *markdown_table(["", *metrics], rows)]
-    return lines
-
-
-def _settings(values: dict[str, Any], data: TaskData, results: Sequence[Result]) -> list[str]:
-    total, left_out = values["summary"], _UNTOLD[values["kind"] == "spans"]
-    used = {key: value for key, value in values["truncation"].items() if key in ("max_length", "stride")}  # the model's
-    told = [f"{key} {value}" for key, value in {**results[0].config, **used}.items() if key not in left_out]
-    return [
+    for split in results[0].metrics:
+        lines += [f"## {split}", "", *_metrics(where(rows, split=split), data, results[0].metrics[split])]
+    lines += [
         "## Settings and speed",
         "",
         f"{', '.join(told)}.",
@@ -261,37 +259,56 @@ def _settings(values: dict[str, Any], data: TaskData, results: Sequence[Result])
         f"{total['tokens_per_s']['median']:,.0f} tokens/s. Updates left out for a gradient that was not finite: "
         f"{total['skipped_updates']}.",
         "",
+        "## Inputs that were too long",
+        "",
+        f"At most {cut['max_length']} tokens, special ones included.",
+        "",
     ]
-
-
-def _truncation(values: dict[str, Any]) -> list[str]:
-    found = values["truncation"]
-    lines = ["## Inputs that were too long", "", f"At most {found['max_length']} tokens, special ones included.", ""]
-    for name, part in _splits(found):
+    for name, part in _splits(cut):
         lines.append(f"- {name}: " + ", ".join(f"{key.replace('_', ' ')} {value:,}" for key, value in part.items()))
-    return [*lines, ""]
-
-
-def _ranks(values: dict[str, Any]) -> list[str]:
-    rank = values["effective_rank"]
-    return [
+    layers = ([when, *map(str, rank[when])] for when in ("before", "after"))
+    lines += [
+        "",
         f"## Effective rank (tau {rank['tau']:g}) before and after",
         "",
         f"Of {rank['tokens']:,} tokens of {rank['inputs']:,} development inputs, not centred; after: the median seed, "
-        f"{values['summary']['median_seed']}. Layer 0 is the embedding output.",
+        f"{chosen}. Layer 0 is the embedding output.",
         "",
-        *markdown_table(
-            ["layer", *map(str, range(len(rank["before"])))],
-            [[when, *map(str, rank[when])] for when in ("before", "after")],
-        ),
+        *table(["layer", *map(str, range(len(rank["before"])))], layers),
     ]
+    for split, matrix in values["details"].get("confusion", {}).items():
+        lines += [f"## Confusion on {split}, seed {chosen}", "", *_confusion(matrix, values["classes"])]
+    for split, found in values["details"].get("errors", {}).items():
+        lines += [f"## Errors on {split}, seed {chosen}", "", *_errors(found)]
+    return lines
+
+
+def _metrics(rows: Any, data: TaskData, metrics: Iterable[str]) -> list[str]:
+    """A table of one development split; the first has the baselines."""
+    names = [name for name in metrics if name in data.task.metrics or name.endswith("_thresh")]
+    runs, floors = rows[rows["seed"].notna()], rows[rows["seed"].isna()]
+    ends = runs[runs["step"] == runs["step"].max()]
+    best, last = (per_group(some, "seed", "metric") for some in (where(runs, best=True), ends))
+    over = per_group(where(runs, best=True), "metric")
+    floor = per_group(floors, "model", "metric")
+    body = [
+        [model, *(number(next(iter(floor.get((model, name), [])), None), 2) for name in names)]
+        for model in dict.fromkeys(floors["model"])
+    ]
+    for seed in dict.fromkeys(runs["seed"]):
+        for when, found in (("best", best), ("last", last)):
+            body.append([f"seed {seed}, {when}", *(number(found[seed, name][0], 2) for name in names)])
+    body.append(["**median, best**", *(f"**{statistics.median(over[name]):.2f}**" for name in names)])
+    if runs["seed"].nunique() > 1:
+        body.append(["min..max, best", *(low_to_high(over[name], 2) for name in names)])
+    return table(["", *names], body)
 
 
 def _confusion(matrix: list[list[int]], classes: list[str]) -> list[str]:
     if len(classes) > MAX_CLASSES:
         return [f"Of {len(classes)} classes: in {REPORT_FILE}.", ""]
     rows = [[name, *(f"{count:,}" for count in row)] for name, row in zip(classes, matrix, strict=True)]
-    return markdown_table(["true \\ predicted", *classes], rows)
+    return table(["true \\ predicted", *classes], rows)
 
 
 def _errors(found: dict[str, Any]) -> list[str]:
@@ -303,10 +320,6 @@ def _errors(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _items(data: TaskData) -> str:
-    return "windows" if data.task.kind == "spans" else "examples"
-
-
 def _error(example: dict[str, Any]) -> str:
     answers = " / ".join(example["answers"]) or "no answer"
     text = f"- {example['question']} Expected: {answers}. Found (null odds {example['null_odds']:.2f}): "
@@ -314,22 +327,17 @@ def _error(example: dict[str, Any]) -> str:
 
 
 def _plot_curves(values: dict[str, Any], results: Sequence[Result], out: Path) -> None:
-    from matplotlib.ticker import MaxNLocator
-
+    """Every seed is a line."""
     figure = figure_of(15.0, 4.6)
     loss, metric, rank = figure.subplots(1, 3)
     for i, result in enumerate(results):
-        style: dict[str, Any] = {
-            "color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i // len(COLOURS) % len(MARKERS)], "markersize": 5.0,
-            "linewidth": 1.6, "label": f"seed {result.seed}",
-        }  # fmt: skip
-        epochs = [row["epoch"] for row in result.curve]
-        loss.plot(epochs, [math.nan if row["loss"] is None else row["loss"] for row in result.curve], **style)
-        metric.plot(epochs, [row["value"] for row in result.curve], **style)
-    for name, dashes in zip(values["baselines"], (":", "--", "-."), strict=False):
-        value = values["baselines"][name].get(values["metric"])
-        if value is not None:
-            metric.axhline(value, color="#555555", linestyle=dashes, linewidth=1.2, label=name)
+        style = {"color": look(i)["color"], "marker": look(i // 7)["marker"], "markersize": 5.0, "linewidth": 1.6}
+        epochs, losses = ([row[key] for row in result.curve] for key in ("epoch", "loss"))
+        loss.plot(epochs, [math.nan if value is None else value for value in losses], **style)
+        metric.plot(epochs, [row["value"] for row in result.curve], **style, label=f"seed {result.seed}")
+    for (name, floor), dashes in zip(values["baselines"].items(), (":", "--", "-."), strict=False):
+        if values["metric"] in floor:
+            metric.axhline(floor[values["metric"]], color=GREY, linestyle=dashes, linewidth=1.2, label=name)
     loss.set_title("Training loss, mean since the evaluation before", size=11)
     loss.set_ylabel("squared error of scores in 0..1" if values["kind"] == "regression" else "loss (nats)")
     loss.set_ylim(bottom=0)
@@ -338,22 +346,16 @@ def _plot_curves(values: dict[str, Any], results: Sequence[Result], out: Path) -
     for axis in (loss, metric):
         axis.set_xlabel("epochs")
         axis.set_xlim(left=0)
-    ranks = values["effective_rank"]
-    for i, when in enumerate(("before", "after")):
-        rank.plot(
-            range(len(ranks[when])), ranks[when], color=COLOURS[i], marker=MARKERS[i], linewidth=1.8,
-            label=f"{when} fine-tuning" + (f" (seed {values['summary']['median_seed']})" if when == "after" else ""),
-        )  # fmt: skip
-    rank.set_title(f"{ranks['tau']:g}-effective rank on development inputs", size=11)
-    rank.set_xlabel("layer (0: embedding output)")
-    rank.set_ylabel("dimensions")
-    rank.set_ylim(0, 1.08 * max(*ranks["before"], *ranks["after"]))
-    rank.xaxis.set_major_locator(MaxNLocator(nbins=13, integer=True))
-    for axis in (loss, metric, rank):
         grid(axis)
-    metric.legend(loc="best", fontsize=9, frameon=False)
-    rank.legend(loc="best", fontsize=9, frameon=False)
-    save_figure(figure, out)
+    ranks, after = values["effective_rank"], f"after fine-tuning (seed {values['summary']['median_seed']})"
+    for i, (when, label) in enumerate((("before", "before fine-tuning"), ("after", after))):
+        rank.plot(range(len(ranks[when])), ranks[when], **look(i), linewidth=1.8, label=label)
+    rank.set_title(f"{ranks['tau']:g}-effective rank on development inputs", size=11)
+    layer_axis(rank, "dimensions")
+    rank.set_ylim(0, 1.08 * max(*ranks["before"], *ranks["after"]))
+    for axis in (metric, rank):
+        axis.legend(loc="best", fontsize=9, frameon=False)
+    save(figure, out)
 
 
 def _plot_confusion(values: dict[str, Any], evaluation: Evaluation, out: Path) -> None:
@@ -362,17 +364,15 @@ def _plot_confusion(values: dict[str, Any], evaluation: Evaluation, out: Path) -
     figure = figure_of(side * len(splits), side)
     for axis, split in zip(figure.subplots(1, len(splits), squeeze=False)[0], splits, strict=True):
         if values["kind"] == "regression":
-            rows = [row for row in evaluation.predictions if row["split"] == split]
-            axis.plot(
-                [row["label"] for row in rows], [row["prediction"] for row in rows], ".", color=COLOURS[0], alpha=0.4
-            )
+            pairs = [(row["label"], row["prediction"]) for row in evaluation.predictions if row["split"] == split]
+            axis.plot(*zip(*pairs, strict=True), ".", color=look(0)["color"], alpha=0.4)
             axis.set_xlabel("given score")
             axis.set_ylabel("predicted score")
             grid(axis)
         else:
             _draw_matrix(axis, np.array(evaluation.details["confusion"][split]), values["classes"])
         axis.set_title(f"{values['title']}, {split}, seed {values['summary']['median_seed']}", size=10)
-    save_figure(figure, out)
+    save(figure, out)
 
 
 def _draw_matrix(axis: Any, counts: NDArray[np.int64], classes: list[str]) -> None:

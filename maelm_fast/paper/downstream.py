@@ -109,8 +109,17 @@ class Size:
     """Of an example, on average, in UTF-8."""
 
 
-_TEXT_BYTES = {"mnli": 170, "qqp": 117, "qnli": 218, "sst2": 54, "cola": 41, "rte": 330, "mrpc": 237, "stsb": 115,
-               "squad_v2": 790}  # fmt: skip
+_TEXT_BYTES = {
+    "mnli": 170,
+    "qqp": 117,
+    "qnli": 218,
+    "sst2": 54,
+    "cola": 41,
+    "rte": 330,
+    "mrpc": 237,
+    "stsb": 115,
+    "squad_v2": 790,
+}
 """Of an example, roughly, for plans without data."""
 
 

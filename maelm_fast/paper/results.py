@@ -1,24 +1,35 @@
-"""The finished parts of a plan, as the tables and figures want them: by row, over the seeds."""
+"""The finished parts of a plan as rows, one per measured number, and the questions that tables and figures ask them.
+
+Columns: model, its pretraining seed; kind: "pretraining" (at its end), "evaluation" (during it), "rank", "finetuning",
+a way of prompting, or "baseline", whose model is none; step: of the checkpoint; task, split, metric; cell: of the grid;
+draw: the seed of fine-tuning or of the examples drawn; input, layer: of an effective rank; tokens, seconds: of
+pretraining so far; value.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from maelm_fast.config import RunConfig
 from maelm_fast.finetuning.tasks import Task
-from maelm_fast.paper.catalogue import Row
+from maelm_fast.paper.catalogue import GLUE, Row
 from maelm_fast.paper.downstream import Prompting
 from maelm_fast.paper.plan import PRETRAINING, Cell, Plan, rank_stage
+from maelm_fast.paper.prompting.run import METRICS
+from maelm_fast.paper.scores import AVERAGE, averages, best_cells, own_scores
+from maelm_fast.reporting import frame, measured, where
 from maelm_fast.work import Ledger
 
 REAL = "without_mask"
 """The input whose tokens are all real, as downstream."""
 BASELINES = "baselines"
 """The ledger's stage of what no model was needed for; its key is the task."""
+RANDOM = "random initialisation"
+_COLUMNS = "model seed kind step task split metric cell draw input layer tokens seconds value".split()
 
 
 @dataclass(frozen=True)
@@ -29,20 +40,16 @@ class Results:
     ledger: Ledger
 
     @cached_property
-    def _rows(self) -> dict[tuple[str, str, str], dict[str, Any]]:
-        """The last row of each part of the work."""
+    def _found(self) -> dict[tuple[str, str, str], dict[str, Any]]:
+        """The ledger's last row of each part of the work."""
         return {(row["key"], row["stage"], row["config"]): row for row in self.ledger.rows()}
 
     def stage(self, cell: Cell, stage: str) -> dict[str, Any] | None:
         """The result of one of the cell's stages, if it is finished."""
-        return self._rows.get((cell.key, stage, cell.stages[stage]), {}).get("result")
+        return self._found.get((cell.key, stage, cell.stages[stage]), {}).get("result")
 
     def pretraining(self, cell: Cell) -> dict[str, Any] | None:
         return self.stage(cell, PRETRAINING)
-
-    def ranks(self, cell: Cell, step: int | None = None) -> dict[str, Any] | None:
-        """Of a checkpoint, the last one by default: see run.py for what it holds."""
-        return self.stage(cell, rank_stage(cell.rank_steps[-1] if step is None else step))
 
     def errors(self) -> list[tuple[Cell, str, str]]:
         """(cell, stage, error) of what failed when last tried."""
@@ -50,7 +57,7 @@ class Results:
             (cell, stage, error)
             for cell in self.plan.runs
             for stage, config in cell.stages.items()
-            if (error := self._rows.get((cell.key, stage, config), {}).get("error"))
+            if (error := self._found.get((cell.key, stage, config), {}).get("error"))
         ]
 
     def unfinished(self, units: bool = True) -> list[Cell]:
@@ -58,8 +65,8 @@ class Results:
         left = []
         for cell in self.plan.runs:
             downstream = {unit.stage for unit in cell.units}
-            stages = [stage for stage in cell.stages.items() if units or stage[0] not in downstream]
-            if any("result" not in self._rows.get((cell.key, *stage), {}) for stage in stages):
+            stages = [stage for stage in cell.stages if units or stage not in downstream]
+            if any(self.stage(cell, stage) is None for stage in stages):
                 left.append(cell)
         return left
 
@@ -75,75 +82,116 @@ class Results:
                     pairs.append((first, cell))
         return pairs
 
-    def of_row(self, row: Row, key: str) -> list[float]:
+    @property
+    def glue(self) -> list[Task]:
+        return [task for task in self.plan.tasks if task.name in GLUE]
+
+    @property
+    def average_name(self) -> str:
+        """What the mean over the tasks that are there may be called: the paper's AVG is over all eight, with both
+        halves of MNLI."""
+        tasks, found = self.glue, self.plan.found
+        assert found is not None
+        if len(tasks) < len(GLUE):
+            return f"mean of {', '.join(task.title for task in tasks)}"
+        both = all(len(found.data[task.name].validation) == len(task.validation) for task in tasks)
+        return AVERAGE if both else "mean of the 8 tasks, MNLI matched only"
+
+    # Rows
+
+    @cached_property
+    def rows(self) -> Any:
+        cells = (row for cell in self.plan.cells for row in self._of_cell(cell))
+        return frame([*cells, *self._baselines()], _COLUMNS)
+
+    @cached_property
+    def finetuned(self) -> Any:
+        """The rows of fine-tuning in the best cells of the grid."""
+        return best_cells(where(self.rows, kind="finetuning"), self.plan.tasks, ["model", "task", "step"])
+
+    def _of_cell(self, cell: Cell) -> Iterator[dict[str, Any]]:
+        base: dict[str, Any] = {"model": cell.row.title, "seed": cell.config.seed}
+        if found := self.pretraining(cell):
+            end = {**base, "kind": "pretraining", "step": found["step"], "tokens": found["tokens"]}
+            for metric in ("val_loss", "val_accuracy", "unigram_nats"):
+                yield {**end, "seconds": found["seconds"], "metric": metric, "value": found[metric]}
+            for point in found["curve"]:
+                at = {key: point[key] for key in ("step", "tokens", "seconds")}
+                yield {**base, "kind": "evaluation", **at, "metric": "val_loss", "value": point["val_loss"]}
+        for step in cell.rank_steps:
+            for name, ranks in (self.stage(cell, rank_stage(step)) or {"ranks": {}})["ranks"].items():
+                yield from _by_layer({**base, "kind": "rank", "step": step, "input": name}, ranks)
+        controls = self.plan.controls
+        for unit in cell.units:
+            found = self.stage(cell, unit.stage)
+            if found is None or (unit.step == 0 and cell not in controls):
+                continue
+            about = {**base, "step": unit.step, "task": unit.task}
+            if isinstance(unit, Prompting):
+                about |= {"kind": unit.mode, "draw": unit.seed}
+            else:
+                about |= {"kind": "finetuning", "cell": unit.setting, "draw": unit.config.seed}
+            if unit.step == 0:
+                about["model"] = untrained(cell)
+            yield from measured(about, found.get("test", found.get("metrics", {})))
+            for when, of in found.get("ranks", {}).items():
+                yield from _by_layer({**about, "input": f"{when} fine-tuning"}, of["ranks"])
+
+    def _baselines(self) -> Iterator[dict[str, Any]]:
+        for task in self.plan.tasks:
+            assert self.plan.found is not None
+            row = self._found.get((task.name, BASELINES, self.plan.found.fingerprints[task.name]), {})
+            for split, found in row.get("result", {}).items():
+                for name, metrics in found.items():
+                    yield from measured({"model": name, "kind": "baseline", "task": task.name}, {split: metrics})
+
+    # Questions
+
+    def of_row(self, row: Row, metric: str) -> list[float]:
         """A quantity of the finished pretraining of every seed."""
-        return [float(r[key]) for cell in self.plan.of_row(row) if (r := self.pretraining(cell)) is not None]
+        found: list[float] = where(self.rows, model=row.title, kind="pretraining", metric=metric)["value"].tolist()
+        return found
 
     def layers(self, row: Row, name: str) -> list[list[int]]:
-        """Effective ranks by layer under an input, a list for every seed."""
-        return [r["ranks"][name] for cell in self.plan.of_row(row) if (r := self.ranks(cell)) is not None]
-
-    def curve(self, cell: Cell) -> list[dict[str, Any]]:
-        """The evaluations of a run: "step", "tokens", "seconds" of training, "val_loss", and the last layer's "rank" on
-        real tokens at that checkpoint, None if it is not there."""
-        pretraining = self.pretraining(cell)
-        points = []
-        for point in pretraining["curve"] if pretraining else []:
-            ranks = self.ranks(cell, point["step"]) if point["step"] in cell.rank_steps else None
-            points.append({**point, "rank": ranks["ranks"][REAL][-1] if ranks else None})
-        return points
+        """Effective ranks by layer of the last checkpoint under an input, a list for every seed."""
+        last = self.plan.of_row(row)[0].rank_steps[-1]
+        return _lists(where(self.rows, model=row.title, kind="rank", step=last, input=name))
 
     def last_layer(self, row: Row, name: str) -> list[int]:
         return [layers[-1] for layers in self.layers(row, name)]
 
-    # Downstream
+    def finetuned_layers(self, row: Row, task: Task, when: str) -> list[list[int]]:
+        """Likewise on the development inputs of a task. when: "before fine-tuning" or "after fine-tuning"."""
+        return _lists(where(self.finetuned, model=row.title, task=task.name, input=when))
 
-    def finetuned(self, cells: Iterable[Cell], task: Task, step: int | None = None) -> list[dict[str, Any]]:
-        """Results on a task of all seeds, of the grid's cell whose median is best by the task's own metric, among those
-        with the most seeds: one lucky seed of a cell whose others failed must not win. step: the checkpoint's, the last
-        by default. See finetune.py for what they hold."""
-        settings: dict[int, list[dict[str, Any]]] = {}
-        for cell in cells:
-            for unit in cell.finetunings(task.name, step):
-                if (result := self.stage(cell, unit.stage)) is not None:
-                    settings.setdefault(unit.setting, []).append(result)
-        selecting = task.validation[0]
-
-        def merit(some: list[dict[str, Any]]) -> tuple[int, float]:
-            return len(some), median(scores(some, selecting, task.metric))
-
-        return max(settings.values(), key=merit, default=[])
-
-    def score(self, cells: Iterable[Cell], task: Task, step: int | None = None) -> float | None:
-        """Median over the seeds, by the task's own metric; of MNLI the mean of its halves, as in the paper's AVG."""
-        results = self.finetuned(cells, task, step)
-        halves = [median(values) for split in task.validation if (values := scores(results, split, task.metric))]
-        return statistics.mean(halves) if halves else None
-
-    def average(self, cells: Iterable[Cell], tasks: Sequence[Task], step: int | None = None) -> float | None:
-        """Mean of the tasks' scores, None if one of them is not there: it would not compare with another row's."""
-        cells = list(cells)
-        values = [self.score(cells, task, step) for task in tasks]
-        found = [value for value in values if value is not None]
-        return statistics.mean(found) if found and len(found) == len(values) else None
-
-    def finetuned_ranks(self, cells: Iterable[Cell], task: Task, when: str = "after") -> list[list[int]]:
-        """Effective ranks by layer on the development inputs, of every seed. when: "before" fine-tuning or "after"."""
-        return [result["ranks"][when]["ranks"] for result in self.finetuned(cells, task) if "ranks" in result]
+    def curve(self, cell: Cell) -> list[dict[str, Any]]:
+        """The evaluations of a run: "step", "tokens", "seconds" of training, "val_loss", and the last layer's "rank" on
+        real tokens at that checkpoint, None if it is not there."""
+        mine = where(self.rows, model=cell.row.title, seed=cell.config.seed)
+        ranks = where(mine, kind="rank", input=REAL).set_index("step")["value"]
+        points = where(mine, kind="evaluation").rename(columns={"value": "val_loss"})
+        found: list[dict[str, Any]] = points[["step", "tokens", "seconds", "val_loss"]].to_dict("records")
+        last = ranks.groupby(level=0).last().to_dict()  # the layers are in order
+        return [{**point, "rank": last.get(point["step"])} for point in found]
 
     def accuracy_curve(self, row: Row, task: Task) -> list[dict[str, Any]]:
         """The row's checkpoints after fine-tuning: "step", "tokens", "seconds" of pretraining, "score" and the "seeds"
         that it is the median of. Over pretraining seeds the seconds are the median."""
-        cells = self.plan.of_row(row)
+        scores = own_scores(where(self.finetuned, model=row.title), task)
+        passed = where(self.rows, model=row.title, kind="evaluation")
         points = []
-        for step in cells[0].rank_steps:
-            results = self.finetuned(cells, task, step)
-            at = [p for cell in cells for p in self.curve(cell) if p["step"] == step]
-            if results and at:
-                values = scores(results, task.validation[0], task.metric)
-                seconds = median([p["seconds"] for p in at])
-                points.append({"step": step, "tokens": at[0]["tokens"], "seconds": seconds, "score": median(values),
-                               "seeds": values})  # fmt: skip
+        for step in self.plan.of_row(row)[0].rank_steps:
+            seeds, at = where(scores, step=step)["value"].tolist(), where(passed, step=step)
+            if seeds and len(at):
+                points.append(
+                    {
+                        "step": step,
+                        "tokens": int(at["tokens"].iloc[0]),
+                        "seeds": seeds,
+                        "seconds": at["seconds"].median(),
+                        "score": statistics.median(seeds),
+                    }
+                )
         return points
 
     def end(self, row: Row, task: Task) -> dict[str, Any] | None:
@@ -151,31 +199,43 @@ class Results:
         curve, last = self.accuracy_curve(row, task), self.plan.of_row(row)[0].rank_steps[-1]
         return curve[-1] if curve and curve[-1]["step"] == last else None
 
-    def prompted(self, row: Row, task: Task, mode: str) -> list[dict[str, Any]]:
-        """Results of a prompting mode on a task, one for zero-shot, one for each split otherwise."""
-        return [
-            result
-            for cell in self.plan.of_row(row)
-            for unit in cell.units
-            if isinstance(unit, Prompting) and (unit.task, unit.mode) == (task.name, mode)
-            if (result := self.stage(cell, unit.stage)) is not None
-        ]
-
-    def baselines(self, task: Task) -> dict[str, dict[str, dict[str, float]]]:
-        """Split -> name of a baseline -> metric -> value; empty if they are not made."""
-        assert self.plan.found is not None
-        row = self._rows.get((task.name, BASELINES, self.plan.found.fingerprints[task.name]), {})
-        found: dict[str, dict[str, dict[str, float]]] = row.get("result", {})
+    def control(self, cell: Cell, task: Task) -> list[float]:
+        """Of the cell's encoder fine-tuned untrained, the task's own metric with every seed."""
+        found: list[float] = own_scores(where(self.finetuned, model=untrained(cell)), task)["value"].tolist()
         return found
 
+    def means(self, kind: str = "finetuning") -> dict[str, float]:
+        """By model, the mean over GLUE's tasks of medians over the seeds; of a way of prompting, of means over the
+        draws."""
+        return self._means(kind, self.finetuned if kind == "finetuning" else where(self.rows, kind=kind))
 
-def scores(results: Iterable[dict[str, Any]], split: str, metric: str) -> list[float]:
-    """A metric on a validation split at each run's best evaluation; of the runs that have the split."""
-    return [result["metrics"][split][metric] for result in results if split in result["metrics"]]
+    def means_by_seed(self, kind: str = "finetuning") -> dict[str, list[float]]:
+        """Likewise with the scores of one seed of fine-tuning, or one draw, of one pretraining seed at a time."""
+        rows = self.finetuned if kind == "finetuning" else where(self.rows, kind=kind)
+        found: dict[str, list[float]] = {}
+        for _, of_seed in rows.groupby(["seed", "draw"], dropna=False):
+            for model, mean in self._means(kind, of_seed).items():
+                found.setdefault(model, []).append(mean)
+        return found
+
+    def _means(self, kind: str, rows: Any) -> dict[str, float]:
+        if kind == "finetuning":
+            return averages(rows, {task.name: task.metric for task in self.glue})
+        return averages(rows, {task.name: METRICS.get(task.name, task.metric) for task in self.glue}, statistics.mean)
 
 
-def median(values: Sequence[float]) -> float:
-    return float(statistics.median(values))
+def _by_layer(about: dict[str, Any], ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
+    for layer, rank in enumerate(ranks):
+        yield {**about, "metric": "rank", "layer": layer, "value": rank}
+
+
+def _lists(rows: Any) -> list[list[int]]:
+    return [[int(v) for v in of["value"]] for _, of in rows.groupby(["seed", "draw"], sort=False, dropna=False)]
+
+
+def untrained(cell: Cell) -> str:
+    """What the rows call the cell's encoder without pretraining."""
+    return f"{RANDOM}, {cell.row.setting}"
 
 
 def passes(points: Sequence[dict[str, Any]], target: float, key: str) -> float | None:
@@ -195,10 +255,6 @@ def passes(points: Sequence[dict[str, Any]], target: float, key: str) -> float |
 def predicts_all(config: RunConfig) -> bool:
     """Whether the loss is over every token, each predicted from those before it: not to be compared with the others."""
     return config.model.decoder == "causal_cross"
-
-
-def median_by_layer(seeds: Sequence[Sequence[int]]) -> list[float]:
-    return [statistics.median(layer) for layer in zip(*seeds, strict=True)]
 
 
 def pretraining_input(config: RunConfig) -> str | None:

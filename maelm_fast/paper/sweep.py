@@ -2,8 +2,7 @@
 
     OUT/ledger.jsonl   what is finished or failed (work.py)
     OUT/states/        where a run that was stopped goes on from; gone when it is finished
-    OUT/SWEEP.md, best.json, cells.csv   (sweep_report.py)
-    OUT/sweep.png   (sweep_plot.py)
+    OUT/SWEEP.md, results.csv, sweep.png   (sweep_report.py)
 
 Any number of processes pull runs from one directory. Seeds are the outermost order, models the innermost: a sweep that
 is stopped early has every cell once, for all models alike, rather than a few cells five times.
@@ -21,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from maelm_fast.config import require
+from maelm_fast.encoders import Engine, load_encoder
 from maelm_fast.finetuning.config import FinetuneConfig
-from maelm_fast.finetuning.encoders import Engine, load_encoder
 from maelm_fast.finetuning.examples import TaskData
 from maelm_fast.finetuning.fingerprint import data_fingerprint, deciding, digest, model_fingerprint, resolve_step
 from maelm_fast.finetuning.job import make_problem

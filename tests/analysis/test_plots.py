@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from maelm_fast.analysis.effective_rank import REMOVES_MASK, SEES_MASK, InputRanks, RankReport
-from maelm_fast.analysis.plots import plot_ranks, plot_runs, read_curves, short_number, smoothed
+from maelm_fast.analysis.plots import plot_ranks, plot_runs, read_curves, smoothed
 from maelm_fast.cli import plot as plot_command
 from maelm_fast.errors import UserError
 from maelm_fast.training.rundir import RunDir
@@ -30,10 +30,11 @@ def test_curves_leave_out_what_is_not_finite(make_run: MakeRun) -> None:
         {"kind": "train", "step": 4, "tokens": 40, "loss": 3.0},
     ]
     run.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "tra')
-    curves = read_curves(run, "x")
-    assert (curves.train_loss.x, curves.train_loss.y) == ([10, 40], [5.0, 3.0])
-    assert (curves.val_loss.x, curves.val_accuracy.y, curves.unigram_nats) == ([30], [0.25], 5.1)
-    assert read_curves(run, "x", over="steps").train_loss.x == [1, 4]
+    curves = read_curves(run)
+    assert curves["loss"] == ([10, 40], [5.0, 3.0])
+    assert (curves["val_loss"], curves["val_accuracy"]) == (([30], [4.0]), ([30], [0.25]))
+    assert curves["unigram_nats"] == ([30], [5.1])
+    assert read_curves(run, over="steps")["loss"][0] == [1, 4]
 
 
 def test_smoothing_does_not_lag() -> None:
@@ -42,11 +43,6 @@ def test_smoothing_does_not_lag() -> None:
     assert smoothed([0.0, 3.0, 0.0, 3.0, 6.0], 1) == pytest.approx([0.0, 1.0, 2.0, 3.0, 6.0])
     assert smoothed([4.0, 0.0, 1.0], 0) == [4.0, 0.0, 1.0]
     assert smoothed([], 3) == []
-
-
-def test_short_numbers() -> None:
-    values = (0, 500, 1500, 2.5e6, 131e9, 1e12)
-    assert [short_number(v) for v in values] == ["0", "500", "1.5K", "2.5M", "131B", "1T"]
 
 
 def test_plots_of_one_and_of_several_runs(make_run: MakeRun, write_metrics: Write, tmp_path: Path) -> None:
@@ -108,8 +104,8 @@ def test_ranks_measured_in_training_are_drawn(make_run: MakeRun, write_metrics: 
     rows = [{"kind": "rank", "step": s, "tokens": 9 * s, "rank_last": 10 + s, "rank_last_mask": s} for s in (1, 2)]
     with open(run.metrics_file, "a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
-    curves = read_curves(run, "x", over="steps")
-    assert (curves.rank_last.x, curves.rank_last.y, curves.rank_last_mask.y) == ([1, 2], [11, 12], [1, 2])
+    curves = read_curves(run, over="steps")
+    assert (curves["rank_last"], curves["rank_last_mask"][1]) == (([1, 2], [11, 12]), [1, 2])
     plot_runs([run, other], tmp_path / "with.svg")
     assert "0.9-effective rank of the last layer" in svg_text(tmp_path / "with.svg")
     plot_runs([other], tmp_path / "without.svg")

@@ -30,6 +30,7 @@ def place(store: Path, text_file: Path, tmp_path_factory: pytest.TempPathFactory
     (here / "tokenizer.json").write_text("{}")
     (here / "key.yaml").write_text("optim:\n  learning_rate: 1\n")
     (here / "type.yaml").write_text("optim:\n  lr: fast\n")
+    (here / "good.yaml").write_text("seed: 1\n")
     (here / "twice.yaml").write_text("optim:\n  lr: 1e-3\n  lr: 1e-4\n")
     (here / "syntax.yaml").write_text("optim: [\n")
     for name, damage in (("truncated", "cut"), ("other", "tokenizer"), ("nomanifest", "manifest")):
@@ -74,7 +75,8 @@ CASES = {
     "config type": (PRETRAIN + " --config={p}/type.yaml", "type.yaml: --optim.lr takes a number, not fast"),
     "config syntax": (PRETRAIN + " --config {p}/syntax.yaml", "syntax.yaml: Problems parsing config"),
     "config key twice": (PRETRAIN + " --config {p}/twice.yaml", "twice.yaml: line 2: 'lr' stands twice"),
-    "config missing": (PRETRAIN + " --config {p}/none.yaml", "File does not exist"),
+    "short option": (PRETRAIN + " --config {p}/good.yaml --lr fast", "error: --optim.lr takes a number"),
+    "config missing": (PRETRAIN + " --config {p}/none.yaml", "--config: File does not exist"),
     "store missing": ("pretrain tiny --data {p}/none --out {p}/out", "none is not a token store"),
     "store without manifest": ("pretrain tiny --data {p}/nomanifest --out {p}/out", "no manifest.json"),
     "store truncated": ("pretrain tiny --data {p}/truncated --out {p}/out", "bytes instead of"),
@@ -128,7 +130,7 @@ CASES = {
     "export over something": ("export {p}/run --out {p}/notrun", "exists already"),
     "show what is no store": ("data show {p}/run", "is not a token store"),
     "preset to show unknown": ("presets nothing", "unknown preset 'nothing'"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

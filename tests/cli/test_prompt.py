@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
@@ -46,6 +47,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def results(out: Path) -> list[dict[str, str]]:
+    with open(out / "results.csv", newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 FEW = ["--shots=3", "--splits=2", "--steps=2", "--evaluate-every=1", "--device=cpu", "--precision=fp32"]
 
 
@@ -79,28 +85,26 @@ def test_a_table_that_goes_on_after_a_stop(
     assert printed.count("draw 13\n") + printed.count("draw 21\n") + printed.count("zero-shot\n") == 20 - 5
     rows = Ledger(out).rows()
     assert len({row["key"] for row in rows}) == len(rows) == 2 * 2 * (1 + 2 + 2)
-    found = json.loads((out / "prompts.json").read_text())
-    assert (found["units"], found["finished"]) == (20, 20)
-    assert found["models"]["mae"]["mask_in"] == "decoder"
-    assert found["models"]["baseline"]["mask_in"] == "encoder"
-    assert found["models"]["mae"]["label_tokens"]["stsb"] == {"low": "Ġno", "high": "Ġyes"}
     text = (out / "PROMPTS.md").read_text()
-    for row in found["summary"]:
-        values = [
-            r["test"][row["split"]][row["metric"]]
-            for r in found["results"]
-            if (r["model"], r["task"], r["mode"]) == (row["model"], row["task"], row["mode"])
-        ]
-        assert len(values) == row["draws"] == (1 if row["mode"] == "zero-shot" else 2)
-        assert row["mean"] == pytest.approx(np.mean(values))
-        assert row["standard_deviation"] == pytest.approx(np.std(values))
-        assert f" {row['mean']:.1f}" in text
-    for result in found["results"]:
-        predictions = [json.loads(line) for line in (out / result["predictions"]).read_text().splitlines()]
+    assert "- mae: packed, [MASK] in the decoder" in text
+    assert "- baseline: packed, [MASK] in the encoder" in text
+    found = [row for row in results(out) if row["metric"] == {"sst2": "accuracy", "stsb": "pearson"}[row["task"]]]
+    asked = [row for row in found if row["model"] != "majority class"]
+    assert len(asked) == 20
+    assert {row["label_tokens"] for row in asked if row["task"] == "stsb" and row["mode"] != "head"} == {
+        "low=Ġno high=Ġyes"
+    }
+    draws: dict[tuple[str, ...], list[float]] = {}
+    for row in asked:
+        draws.setdefault((row["model"], row["task"], row["mode"]), []).append(float(row["value"]))
+        predictions = [json.loads(line) for line in (out / row["predictions"]).read_text().splitlines()]
         assert len(predictions) == 12
-        if result["task"] == "sst2":
-            right = np.mean([row["label"] == row["prediction"] for row in predictions])
-            assert 100 * right == pytest.approx(result["test"]["validation"]["accuracy"])
+        if row["task"] == "sst2":
+            right = np.mean([one["label"] == one["prediction"] for one in predictions])
+            assert 100 * right == pytest.approx(float(row["value"]))
+    for (_, _, mode), values in draws.items():
+        assert len(values) == (1 if mode == "zero-shot" else 2)
+        assert f" {np.mean(values):.1f}" + (f" ({np.std(values):.1f})" if len(values) > 1 else "") in text
     assert "| Model | SST-2 | STS-B (Pearson) | AVG of 2 |" in text
     assert "| *MAE-LM, as printed in the paper* | 92.4 (1.1) | 72.3 (6.5) |  |" in text
     assert "| majority class | 50.0 | 0.0 |  |" in text
@@ -123,13 +127,29 @@ def test_prompts_are_shown_as_the_model_sees_them(
 
 
 def test_a_task_of_ones_own(runs: dict[str, Path], data: Path, tmp_path: Path) -> None:
-    argv = ["--task", "classification", "--text-columns", "sentence", "--label-column", "label", "--data",
-            str(data / "sst2"), "--model", str(runs["mae"]), "--mode", "zero-shot", "--out", str(tmp_path / "out"),
-            "--template", "{mask}, {1l}", "--label-words", "no,yes"]  # fmt: skip
+    argv = [
+        "--task",
+        "classification",
+        "--text-columns",
+        "sentence",
+        "--label-column",
+        "label",
+        "--data",
+        str(data / "sst2"),
+        "--model",
+        str(runs["mae"]),
+        "--mode",
+        "zero-shot",
+        "--out",
+        str(tmp_path / "out"),
+        "--template",
+        "{mask}, {1l}",
+        "--label-words",
+        "no,yes",
+    ]
     assert prompt.main(argv) == 0
-    found = json.loads((tmp_path / "out" / "prompts.json").read_text())
-    assert found["tasks"]["custom"]["label_words"] == {"0": "no", "1": "yes"}
-    assert found["models"]["mae"]["label_tokens"]["custom"] == {"0": "Ġno", "1": "Ġyes"}
+    assert "0: no, 1: yes" in (tmp_path / "out" / "PROMPTS.md").read_text()
+    assert {row["label_tokens"] for row in results(tmp_path / "out")} == {"", "0=Ġno 1=Ġyes"}
     with pytest.raises(UserError, match="custom has no template: give --template and --label-words"):
         prompt.main(argv[:-4])
 

@@ -6,12 +6,12 @@ import csv
 import json
 import shutil
 import signal
-import statistics
 from pathlib import Path
 
 import pytest
 
 from maelm_fast.cli.main import main
+from maelm_fast.finetuning.fingerprint import deciding
 from maelm_fast.stop import Stopped
 from maelm_fast.work import Ledger
 from tests.finetuning import toys
@@ -56,29 +56,26 @@ def test_planned_run_reported_and_done(
     assert "| **MAE-LM** |" in capfd.readouterr().out
     rows = Ledger(out).rows()
     assert len(rows) == len({row["key"] for row in rows}) == 4
-    entries = json.loads((out / "best.json").read_text())["results"]
-    for entry in entries:
-        mine = [row for row in rows if row["model"] == entry["model"]]
-        by_cell = {
-            cell: statistics.median(row["result"]["best"] for row in mine if row["cell"] == cell) for cell in (1, 2)
-        }
-        assert entry["median"] == max(by_cell.values())
-        assert entry["cell"] == max(by_cell, key=lambda cell: by_cell[cell])
-    assert [entry["model"] for entry in entries] == ["MAE-LM", "mae, random init"]
-    assert entries[0]["median"] > 90, "a word tells the class, and the higher learning rate finds it"
-    assert entries[0]["values"]["lr"] == 5e-3
+    with open(out / "results.csv", newline="") as file:
+        written = [row for row in csv.DictReader(file) if row["metric"] == "accuracy"]
+    assert [row["status"] for row in written] == ["finished"] * 4
+    best = [row for row in written if row["best"] == "True"]
+    for entry in best:
+        values = {row["result"]["best"] for row in rows if row["model"] == entry["model"]}
+        assert float(entry["value"]) == max(values)
+    assert [row["model"] for row in best] == ["MAE-LM", "mae, random init"]
+    assert float(best[0]["value"]) > 90, "a word tells the class, and the higher learning rate finds it"
+    assert float(best[0]["lr"]) == 5e-3
     text = (out / "SWEEP.md").read_text()
     majority = next(line for line in text.splitlines() if line.startswith("| no model: majority"))
     assert 50 <= float(majority.split("|")[2]) <= 70
     assert f"maelm-fast finetune --model {place / 'mae'} --step 5 --lr 0.005 --epochs 6 --batch_size 8" in text
-    with open(out / "cells.csv", newline="") as file:
-        assert [row["status"] for row in csv.DictReader(file)] == ["finished"] * 4
     assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    written = (out / "best.json").read_text()
+    table = (out / "results.csv").read_text()
     assert main(line) == 0
     assert "4 runs, 0 unfinished" in capfd.readouterr().out
     assert len(Ledger(out).rows()) == 4
-    assert (out / "best.json").read_text() == written
+    assert (out / "results.csv").read_text() == table
 
 
 def test_workers_record_what_fails_once(place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -102,9 +99,11 @@ def test_the_commands_of_the_report_are_commands(place: Path, tmp_path: Path) ->
     from maelm_fast.cli.finetune import parsed
 
     options, own, config = parsed(words[2:])
-    entry = json.loads((tmp_path / "out" / "best.json").read_text())["results"][0]
-    fields = {**entry["config"], "betas": tuple(entry["config"]["betas"])}
-    assert {name: getattr(config, name) for name in fields} == fields
+    with open(tmp_path / "out" / "results.csv", newline="") as file:
+        entry = next(csv.DictReader(file))
+    for name, value in deciding(config).items():
+        if name != "seed":
+            assert (json.loads(entry[name]) if name == "betas" else type(value)(entry[name])) == value, name
     assert (options.data, options.model, options.step) == (str(place / "data"), str(place / "mae"), 5)
     assert (own.task, own.text_columns, own.label_column) == ("classification", "a", "y")
 

@@ -19,7 +19,7 @@ from maelm_fast import native
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import MaskingConfig
 from maelm_fast.data.masking import end_to_end, pack, pack_plain, pack_update
-from maelm_fast.data.order import permutation, permutation_reference
+from maelm_fast.data.order import permutation, permutation_numpy
 from maelm_fast.errors import UserError
 from maelm_fast.masking import Masker, Vocabulary
 from tests.batches import assert_same_batch
@@ -140,7 +140,7 @@ def test_without_the_extension_the_reference_runs(monkeypatch: pytest.MonkeyPatc
     built = pack(*arguments)
     monkeypatch.setattr(native, "host", lambda: None)
     assert_same_batch(pack(*arguments), built)
-    assert np.array_equal(permutation(np.arange(50), 50, 1, 2), permutation_reference(np.arange(50), 50, 1, 2))
+    assert np.array_equal(permutation(np.arange(50), 50, 1, 2), permutation_numpy(np.arange(50), 50, 1, 2))
 
 
 def test_the_bindings_check_what_would_be_out_of_bounds() -> None:
@@ -224,7 +224,7 @@ def test_the_order_is_the_same(size: int, seed: int, epoch: int, draw: int) -> N
     index = np.random.default_rng(draw).integers(0, size, (3, 11))
     ids = permutation(index, size, seed, epoch)
     assert ids.dtype == np.int64
-    assert np.array_equal(ids.reshape(-1), permutation_reference(index.reshape(-1), size, seed, epoch))
+    assert np.array_equal(ids.reshape(-1), permutation_numpy(index.reshape(-1), size, seed, epoch))
 
 
 def large_calls(scale: int) -> dict[str, Callable[[], object]]:
@@ -313,7 +313,7 @@ print(faults() - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
-def test_freed_memory_is_kept() -> None:
+def test_a_process_keeps_freed_memory() -> None:
     """The same large blocks step after step: new pages each time, or the same ones.
 
     Blocks above 32 MiB, because glibc keeps smaller ones by itself once it has seen a few freed.

@@ -47,13 +47,21 @@ def _pair(high: Values, low: Values) -> Values:
 
 
 WIDE = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
-ROUNDED = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 Row = Callable[[tuple[str, ...]], Operation]
 
 
 def plain(function: Callable[..., Values], count: int) -> Row:
     """Operands and result of the type that the instruction names last."""
     return lambda parts: Operation((parts[-1],) * count, parts[-1], function)
+
+
+def floats(function: Callable[..., Values], count: int) -> Row:
+    def row(parts: tuple[str, ...]) -> Operation:
+        if parts[-1] != "f32":
+            raise NotImplementedError(".".join(parts))
+        return plain(function, count)(parts)
+
+    return row
 
 
 def _shift(function: Callable[..., Values]) -> Row:
@@ -88,13 +96,9 @@ def _compare(parts: tuple[str, ...]) -> Operation:
         "eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
         "ne": np.not_equal if kind[0] != "f" else lambda a, b: (a < b) | (a > b), "neu": np.not_equal,
         "equ": lambda a, b: ~((a < b) | (a > b)), "ltu": lambda a, b: ~(a >= b), "leu": lambda a, b: ~(a > b),
-        "gtu": lambda a, b: ~(a <= b), "geu": lambda a, b: ~(a < b), "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
-        "nan": lambda a, b: np.isnan(a) | np.isnan(b),
+        "gtu": lambda a, b: ~(a <= b), "geu": lambda a, b: ~(a < b),
     }[how]  # fmt: skip
-    if len(parts) == 3 or parts[2] == "ftz":
-        return Operation((kind, kind), "pred", function)
-    joined = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}[parts[2]]
-    return Operation((kind, kind, "pred"), "pred", lambda a, b, p: joined(function(a, b), p))
+    return Operation((kind, kind), "pred", function)
 
 
 def _convert(parts: tuple[str, ...]) -> Operation:
@@ -107,12 +111,6 @@ def _convert(parts: tuple[str, ...]) -> Operation:
         return Operation((source,), "b16", to_bf16)
     if source == "bf16":
         return Operation(("b16",), to, from_bf16)
-    if source[0] == "f" and to[0] in "su":
-        rounded = ROUNDED[next(part for part in parts if part in ROUNDED)]
-        limits = np.iinfo(TYPES[to]).min, np.iinfo(TYPES[to]).max
-        return Operation(
-            (source,), to, lambda a: np.clip(rounded(np.nan_to_num(a.astype(np.float64))), *limits).astype(TYPES[to])
-        )
     return Operation((source,), to, lambda a: a.astype(TYPES[to]))
 
 
@@ -138,47 +136,16 @@ def _extract_bits(parts: tuple[str, ...]) -> Operation:
     return Operation((parts[-1], "u32", "u32"), parts[-1], extract)
 
 
-def _insert_bits(a: Values, b: Values, start: Values, length: Values) -> Values:
-    mask = (np.uint64(1) << length.astype(np.uint64)) - np.uint64(1) << start.astype(np.uint64)
-    return (b & ~mask | a.astype(np.uint64) << start.astype(np.uint64) & mask).astype(np.uint32)
-
-
-def _logic(a: Values, b: Values, c: Values, table: Values) -> Values:
-    rows = [(a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c) for i in range(8) if table >> i & 1]
-    return np.bitwise_or.reduce(rows) if rows else a & np.uint32(0)
-
-
-def _funnel(parts: tuple[str, ...]) -> Operation:
-    def shift(low: Values, high: Values, n: Values) -> Values:
-        both = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
-        n = (n & np.uint32(31) if "wrap" in parts else np.minimum(n, np.uint32(32))).astype(np.uint64)
-        return (both << n >> np.uint64(32) if "l" in parts else both >> n).astype(np.uint32)
-
-    return Operation(("u32", "u32", "u32"), "u32", shift)
-
-
-def _divide(parts: tuple[str, ...]) -> Operation:
-    function = np.divide if parts[-1][0] == "f" else lambda a, b: np.trunc(a / b).astype(a.dtype)
-    return Operation((parts[-1],) * 2, parts[-1], function)
-
-
-def _words(*types: str) -> Callable[[Callable[..., Values]], Row]:
-    return lambda function: lambda parts: Operation(types, "b32", function)
-
-
 TABLE: dict[str, Row] = {
     "mov": plain(lambda a: a, 1), "cvta": plain(lambda a: a, 1), "cvt": _convert,
     "selp": lambda parts: Operation((parts[-1], parts[-1], "pred"), parts[-1], lambda a, b, p: np.where(p, a, b)),
     "setp": _compare,
     "add": plain(np.add, 2), "sub": plain(np.subtract, 2), "mul": _multiply, "mad": _multiply_add,
-    "fma": _multiply_add, "div": _divide, "rem": plain(np.fmod, 2), "min": plain(np.fmin, 2), "max": plain(np.fmax, 2),
+    "fma": _multiply_add, "div": floats(np.divide, 2), "min": plain(np.fmin, 2), "max": plain(np.fmax, 2),
     "neg": plain(np.negative, 1), "abs": plain(np.abs, 1),
     "and": plain(np.bitwise_and, 2), "or": plain(np.bitwise_or, 2), "xor": plain(np.bitwise_xor, 2),
-    "not": plain(np.invert, 1), "shl": _shift(np.left_shift), "shr": _shift(np.right_shift), "shf": _funnel,
-    "bfe": _extract_bits, "bfi": _words("b32", "b32", "u32", "u32")(_insert_bits),
-    "prmt": _words("b32", "b32", "b32")(_permute_bytes), "lop3": _words("b32", "b32", "b32", "u32")(_logic),
+    "not": plain(np.invert, 1), "shl": _shift(np.left_shift), "shr": _shift(np.right_shift), "bfe": _extract_bits,
+    "prmt": lambda parts: Operation(("b32", "b32", "b32"), "b32", _permute_bytes),
     "popc": lambda parts: Operation((parts[-1],), "u32", lambda a: np.bitwise_count(a).astype(np.uint32)),
-    "ex2": plain(np.exp2, 1), "lg2": plain(np.log2, 1), "sqrt": plain(np.sqrt, 1),
-    "rsqrt": plain(lambda a: (1 / np.sqrt(a.astype(np.float64))).astype(a.dtype), 1),
-    "rcp": plain(lambda a: a.dtype.type(1) / a, 1),
+    "ex2": floats(np.exp2, 1), "rsqrt": floats(lambda a: (1 / np.sqrt(a.astype(np.float64))).astype(a.dtype), 1),
 }  # fmt: skip

@@ -57,14 +57,17 @@ class StandIn:
     """changed: what a test does to the PTX before it runs."""
 
     def __init__(self, kernel: Any) -> None:
-        self.kernel, self.fn, self.arg_names = kernel, kernel.fn, kernel.arg_names
+        self.kernel = kernel
         self.ready: dict[tuple[str, str], Kernel] = {}
         self.changed: Callable[[str], str] = str
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *args, **options: self.launch(grid, args, options)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
 
-    def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **options: self.run(*args, grid=grid, **options)
+
+    def run(self, *args: Any, grid: tuple[int, ...], **options: Any) -> None:
         if "INTERPRETED" in options:
             options["INTERPRETED"] = False
         compiled = self.kernel.run(*args, grid=grid, warmup=True, **options)
@@ -118,19 +121,22 @@ class Tensors:
             if tensor.numel():
                 each = tensor.element_size() // granule
                 self.memory.open(self.address(tensor), (*tensor.shape, each), (*(s * each for s in tensor.stride()), 1))
-                self._here(tensor)[...] = _bytes(tensor)
+                self._here(tensor, self.memory.bytes)[...] = _bytes(tensor)
+        self.before = self.memory.bytes.copy()
 
     def address(self, tensor: Tensor) -> int:
         return tensor.data_ptr() + self.offsets[tensor.untyped_storage().data_ptr()]
 
     def copy_back(self) -> None:
+        """What the kernel changed."""
         for tensor in self.tensors:
             if tensor.numel():
-                _bytes(tensor)[...] = self._here(tensor)
+                now, before = (self._here(tensor, where) for where in (self.memory.bytes, self.before))
+                np.copyto(_bytes(tensor), now, where=now != before)
 
-    def _here(self, tensor: Tensor) -> Any:
+    def _here(self, tensor: Tensor, where: Any) -> Any:
         strides = (*(s * tensor.element_size() for s in tensor.stride()), 1)
-        inside = self.memory.bytes[self.address(tensor) :]
+        inside = where[self.address(tensor) :]
         return np.lib.stride_tricks.as_strided(inside, (*tensor.shape, tensor.element_size()), strides)
 
 

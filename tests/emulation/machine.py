@@ -46,7 +46,7 @@ class Kernel:
         memory: Memory, counts: Counts | None = None,
     ) -> None:  # fmt: skip
         """arguments: in the order of the parameters. shared: bytes that the launch asks for. counts: added to."""
-        given = dict(zip(self.program.parameters, arguments, strict=True))
+        given = b"".join(argument.ljust(-(-len(argument) // 16) * 16, b"\0") for argument in arguments)
         each, total = int(np.prod(block)), int(np.prod(grid))
         at_once = max(1, THREADS // each)
         for first in range(0, total, at_once):
@@ -57,7 +57,7 @@ class Kernel:
 
 class Blocks:
     def __init__(
-        self, kernel: Kernel, arguments: dict[str, bytes], grid: tuple[int, int, int], block: tuple[int, int, int],
+        self, kernel: Kernel, arguments: bytes, grid: tuple[int, int, int], block: tuple[int, int, int],
         numbers: Array, shared: int, memory: Memory, counts: Counts | None,
     ) -> None:  # fmt: skip
         program = kernel.program
@@ -76,7 +76,9 @@ class Blocks:
         }  # fmt: skip
         self.special = {f"%{n}.{axis}": v for n, values in where.items() for axis, v in zip("xyz", values, strict=True)}
         self.special["%laneid"] = thread % 32
-        self.special |= {name: np.int64(at) for name, at in program.shared.items()}
+        places = np.cumsum([0, *(-(-size // 16) * 16 for size in program.parameters.values())])
+        places_by_name = dict(zip(program.parameters, places, strict=False)) | program.shared
+        self.special |= {name: np.int64(at) for name, at in places_by_name.items()}
         self.shared_size = program.static + shared
         self.shared_stride = -(-(self.shared_size + 1) // 16) * 16
         self.shared_base = np.repeat(np.arange(self.blocks), self.padded) * self.shared_stride
@@ -84,6 +86,7 @@ class Blocks:
         self.shared.bytes[:] = 0xFF  # NaN, wherever nothing was written
         cells = self.shared.writer.reshape(self.blocks, -1)
         cells[:, : -(-self.shared_size // self.shared.granule)] = NOBODY
+        self.asking: Array = np.arange(0)  # the threads of the last access to memory
         self.copies: list[tuple[Array, Array, Array, Array]] = []  # threads, their groups, where to, and what
         self.groups = np.zeros(self.threads, np.int64)  # of copies that each thread has closed
 
@@ -127,6 +130,7 @@ class Blocks:
 
     def address(self, operand: Operand, space: str, lanes: Array) -> Array:
         assert isinstance(operand, Address), operand
+        self.asking = lanes
         base: Any = 0 if operand.base is None else self.get(operand.base, "b64")
         at = np.broadcast_to(np.asarray(base).astype(np.int64) + operand.offset, (self.threads,))[lanes]
         if space != "shared":
@@ -172,7 +176,7 @@ class Blocks:
                     try:
                         work(self, runs)
                     except Fault as fault:
-                        raise self._explained(fault, now, runs) from None
+                        raise self._explained(fault, now) from None
             else:
                 _join(ready, at, mask)
         if self.copies:
@@ -190,6 +194,8 @@ class Blocks:
             self._exit(runs, parked, ready)
         elif now.parts[1] == "warp":  # lanes never part company here
             _join(ready, after, mask)
+        elif len(now.operands) > 1:
+            raise NotImplementedError(f"{now.text}: a barrier for some warps")
         else:
             _join(ready, after, mask & ~runs)
             _join(parked, after, runs)
@@ -215,9 +221,9 @@ class Blocks:
         space = [part for part in now.parts[1:] if part in ("shared", "global", "param", "local", "async")]
         self.counts.issued[".".join([now.parts[0], *space[:1]])] += warps
 
-    def _explained(self, fault: Fault, now: Instruction, mask: Mask) -> Fault:
-        threads = np.flatnonzero(self.alive if mask is None else mask)
-        threads = threads[fault.threads] if len(fault.threads) == len(threads) else np.flatnonzero(fault.threads)
+    def _explained(self, fault: Fault, now: Instruction) -> Fault:
+        whole = len(fault.threads) == self.threads
+        threads = np.flatnonzero(fault.threads) if whole else self.asking[fault.threads]
         first = threads[0]
         block = ", ".join(str(np.broadcast_to(self.special[f"%ctaid.{axis}"], self.threads)[first]) for axis in "xyz")
         return Fault(
@@ -255,8 +261,6 @@ def step(now: Instruction) -> Step:
         raise NotImplementedError(f"{now.text}: the emulator does not know it")
     operation = instructions.TABLE[name](now.parts)
     to, *sources = now.operands
-    if name == "lop3":
-        sources[3:] = [str(int(str(sources[3]), 0))]
     if len(sources) != len(operation.sources):
         raise NotImplementedError(f"{now.text}: the emulator does not know this form of it")
     function, kinds = operation.function, list(zip(sources, operation.sources, strict=True))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,10 +11,6 @@ from tests.emulation.ptx import TYPES, Address, Instruction, Program, several
 
 if TYPE_CHECKING:
     from tests.emulation.machine import Blocks, Mask, Step
-
-COMBINE: dict[str, Callable[[Any, Any], Any]] = {
-    "add": operator.add, "min": min, "max": max, "and": operator.and_, "or": operator.or_, "exch": lambda old, new: new,
-}  # fmt: skip
 
 
 def smallest_access(program: Program, space: str) -> int:
@@ -67,8 +61,8 @@ def _load(now: Instruction) -> Step:
             blocks.put(name, spread, mask)
 
     def parameter(blocks: Blocks, mask: Mask) -> None:
-        assert isinstance(source, Address)
-        values = np.frombuffer(blocks.arguments[str(source.base)], kind, len(names), source.offset)
+        at = int(blocks.address(source, "param", blocks.lanes(mask)[:1])[0])  # of all threads the same
+        values = np.frombuffer(blocks.arguments, kind, len(names), at)
         for name, value in zip(names, values, strict=True):
             blocks.put(name, value, mask)
 
@@ -88,13 +82,14 @@ def _store(now: Instruction) -> Step:
 
 def _atomic(now: Instruction) -> Step:
     kind, returns = now.parts[-1], now.parts[0] == "atom"
-    combine = next(COMBINE[part] for part in now.parts if part in COMBINE)
+    if "add" not in now.parts:
+        raise NotImplementedError(now.text)
     names = list(several(now.operands[1 + returns]))
 
     def atomic(blocks: Blocks, mask: Mask) -> None:
         memory, lanes, at = _place(blocks, now, int(returns), _element(now).itemsize * len(names), mask)
         values = [np.broadcast_to(blocks.get(name, kind), blocks.threads)[lanes] for name in names]
-        before = memory.add(at, np.stack(values, axis=1), combine, blocks.tag[lanes])
+        before = memory.add(at, np.stack(values, axis=1), blocks.tag[lanes])
         if returns:
             spread = np.zeros(blocks.threads, before.dtype)
             spread[lanes] = before[:, 0]
@@ -142,8 +137,10 @@ def _copy(now: Instruction) -> Step:
         reads = wanted[lanes] == size
         data = np.zeros((len(lanes), size // kind.itemsize), kind)
         if reads.any():
+            blocks.asking = lanes[reads]
             count(blocks, lanes[reads], source[reads], size, "global")
             data[reads] = blocks.memory.read(source[reads], kind, data.shape[1], blocks.tag[lanes[reads]])
+        blocks.asking = lanes
         count(blocks, lanes, to, size, "shared")
         blocks.shared.send(to, size, blocks.tag[lanes])
         blocks.copies.append((lanes, blocks.groups[lanes], to, data))

@@ -73,19 +73,16 @@ def _reduce(now: Instruction) -> Step:
 
 
 def _vote(now: Instruction) -> Step:
-    how = now.parts[2]
+    if now.parts[2] != "ballot":
+        raise NotImplementedError(now.text)
 
-    def vote(blocks: Blocks, mask: Mask) -> None:
+    def ballot(blocks: Blocks, mask: Mask) -> None:
         _together(blocks, now.operands[-1], mask)
-        says = np.broadcast_to(blocks.get(now.operands[1], "pred"), blocks.threads) & blocks.alive
-        rows = says.reshape(-1, 32)
-        if how == "ballot":
-            result = (rows.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(1, dtype=np.uint32)
-        else:
-            result = (rows.any(1) if how == "any" else (rows | ~blocks.alive.reshape(-1, 32)).all(1)).astype(bool)
-        blocks.put(now.operands[0], result.repeat(32), mask)
+        says = (np.broadcast_to(blocks.get(now.operands[1], "pred"), blocks.threads) & blocks.alive).reshape(-1, 32)
+        bits = says.astype(np.uint32) << np.arange(32, dtype=np.uint32)
+        blocks.put(now.operands[0], bits.sum(1, dtype=np.uint32).repeat(32), mask)
 
-    return vote
+    return ballot
 
 
 def _load_matrices(now: Instruction) -> Step:

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from maelm_fast.encoders import load_encoder
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning import report as module
 from maelm_fast.finetuning.batches import token_batch
 from maelm_fast.finetuning.config import FinetuneConfig
-from maelm_fast.finetuning.encoders import load_encoder
 from maelm_fast.finetuning.examples import Answer, SpanExamples, TaskData
 from maelm_fast.finetuning.job import finetune, make_problem
 from maelm_fast.finetuning.problem import Evaluation
@@ -137,8 +137,27 @@ def by_hand(encoder: Any, inputs: Any) -> list[int]:
 
 def result(seed: int, best: float) -> Result:
     curve = [{"step": 1, "epoch": 1.0, "loss": 1.0, "metrics": {"v": {"f1": best}}, "value": best, "seconds": 1.0}]
-    return Result("t", "f1", best, best, {"v": {"f1": best}}, 1, curve, 1, seed, 1.0, 2.0, 3.0, {}, seed, {}, "e",
-                  "packed", "cpu", "fp32")  # fmt: skip
+    return Result(
+        "t",
+        "f1",
+        best,
+        best,
+        {"v": {"f1": best}},
+        1,
+        curve,
+        1,
+        seed,
+        1.0,
+        2.0,
+        3.0,
+        {},
+        seed,
+        {},
+        "e",
+        "packed",
+        "cpu",
+        "fp32",
+    )
 
 
 def test_the_median_seed() -> None:
@@ -155,10 +174,19 @@ def test_metrics_that_a_development_set_has_not() -> None:
     found = {"exact": 1.0, "f1": 2.0, "HasAns_exact": 1.0, "HasAns_f1": 2.0, "best_exact": 3.0, "best_f1": 4.0}
     part = SpanExamples(TASKS["squad_v2"], "v", "here", ["p"], ["a"], ["a b"], [""], [(Answer("b", 2),)])
     one = replace(result(0, 4.0), metrics={"v": found})
-    text = module.table(TaskData(part.task, part, {"v": part}, ()), [one], {})
-    assert text.splitlines()[1].split() == [
-        "best_f1", "exact", "f1", "HasAns_exact", "HasAns_f1", "best_exact", "last", "best_f1", "seconds", "windows/s",
-    ]  # fmt: skip
+    lines = module.terminal_lines(TaskData(part.task, part, {"v": part}, ()), [one], {})
+    assert lines[1].split() == [
+        "best_f1",
+        "exact",
+        "f1",
+        "HasAns_exact",
+        "HasAns_f1",
+        "best_exact",
+        "last",
+        "best_f1",
+        "seconds",
+        "windows/s",
+    ]
 
 
 def test_many_classes_are_counted_but_neither_drawn_nor_printed(tmp_path: Path) -> None:
@@ -170,10 +198,17 @@ def test_many_classes_are_counted_but_neither_drawn_nor_printed(tmp_path: Path) 
     curve = [{"step": 1, "epoch": 1.0, "loss": 1.0, "metrics": metrics, "value": 50.0, "seconds": 1.0}]
     places = [("cpu", "fp32"), ("cuda", "bf16"), ("cuda", "bf16")]
     results = [
-        replace(result(i, 50.0), metrics=metrics, curve=curve, device=device, precision=precision,
-                config={"max_length": 512, "lr": 0.1}, truncation={"max_length": 9})
+        replace(
+            result(i, 50.0),
+            metrics=metrics,
+            curve=curve,
+            device=device,
+            precision=precision,
+            config={"max_length": 512, "lr": 0.1},
+            truncation={"max_length": 9},
+        )
         for i, (device, precision) in enumerate(places)
-    ]  # fmt: skip
+    ]
     found = Evaluation(metrics, [{"id": "0"}], {"confusion": {"validation": np.eye(count, dtype=int).tolist()}})
     origin = {"path": "m", "step": None, "engine": "auto", "random_init": True, "saved": "yes"}
     ranks = module.LayerRanks(1, 3, [1, 2])
@@ -216,10 +251,15 @@ def test_regression_and_squad_have_reports_of_their_own(tmp_path: Path) -> None:
     assert (tmp_path / "score" / "confusion.png").exists()
 
     part = SpanExamples(
-        TASKS["squad_v2"], "validation", "here", ["p", "q", "r"], ["alpha", "omega", "good"],
-        ["red green alpha blue pink", "white black grey", "bad red good blue"], ["", "", ""],
+        TASKS["squad_v2"],
+        "validation",
+        "here",
+        ["p", "q", "r"],
+        ["alpha", "omega", "good"],
+        ["red green alpha blue pink", "white black grey", "bad red good blue"],
+        ["", "", ""],
         [(Answer("blue", 16),), (), (Answer("blue", 13),)],
-    )  # fmt: skip
+    )
     data = TaskData(part.task, replace(part, split="train"), {"validation": part}, ())
     finetune(model, data, replace(config, stride=4), tmp_path / "squad", [0], say=lambda _: None)
     report = json.loads((tmp_path / "squad" / "report.json").read_text())

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import gates
+from benchmarks.contestants import Settings
 from maelm_fast import presets
 from maelm_fast.batch import PackedBatch, layout_of
 from maelm_fast.data.masking import pack
@@ -17,11 +19,9 @@ from maelm_fast.model.maelm import MaeLm
 from maelm_fast.ops import AttentionLayout, attention
 from maelm_fast.training.optim import build_optimizer
 from maelm_fast.training.step import GraphedStep, TrainStep
+from tests.devices import ON_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = ON_GPU
 PRESETS = ["tiny", "tiny_cross", "roberta_tiny"]
 
 
@@ -53,6 +53,12 @@ def test_float64_loss_and_gradients_equal_the_cpu(name: str, lengths: list[int])
         torch.testing.assert_close(b.cpu(), a, rtol=1e-8, atol=1e-9, msg=lambda m, p=parameter: f"{p}: {m}")
 
 
+@pytest.mark.parametrize("name", ["base", "base_cross", "roberta_base"])
+def test_loss_and_every_gradient_in_bf16_are_as_near_to_float64_as_plain_pytorchs(name: str) -> None:
+    """With dropout and bias, at full width and length."""
+    gates.kernels(name, Settings(batch=4, dropout=0.1, bias=True, precision="bf16", device="cuda", shape=name))
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_bf16_trains(name: str) -> None:
     model, batch = model_and_batch(name, [64] * 32)
@@ -81,15 +87,17 @@ def train_step(name: str = "tiny") -> TrainStep:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_an_update_waits_for_nothing(name: str) -> None:
+def test_an_update_of_several_micro_batches_waits_for_nothing(name: str) -> None:
+    """Not even where its lengths were never seen."""
     step = train_step(name)
-    batch = model_and_batch(name, [64] * 8)[1].to("cuda")
-    seeds = torch.tensor([1], device="cuda")
-    for _ in range(2):  # compiles kernels
-        step([batch], seeds, 1e-3)
+    old, new = ([[64] * 8, [128, 3, 77, 1, 90]], [[64] * 7, [17, 128, 2], [5] * 9])
+    updates = [[model_and_batch(name, lengths)[1].to("cuda") for lengths in cut] for cut in (old, old, new)]
+    seeds = torch.tensor([1, 2, 3], device="cuda")
+    for batches in updates[:2]:  # compiles kernels
+        step(batches, seeds[:2], 1e-3)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        numbers = step([batch], seeds, 1e-3)
+        numbers = step(updates[2], seeds, 1e-3)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert numbers.isfinite().all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from maelm_fast import ops
 from maelm_fast.config import MaskingConfig
 from maelm_fast.data.masking import pack
 from maelm_fast.masking import Masker
@@ -102,6 +104,31 @@ def test_dropout_is_a_function_of_its_seed_and_off_in_evaluation() -> None:
     assert float(model(batch, dropout_seed=1)[0]) == float(model(batch, dropout_seed=2)[0])
 
 
+@pytest.mark.parametrize("decoder", ["self", "none"])
+def test_every_site_of_the_encoder_has_dropout_of_its_own(decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedding, in each layer attention's weights and both sublayers' outputs; else their masks would agree."""
+    drawn: list[tuple[str, int]] = []
+
+    def spied(name: str) -> Callable[..., Tensor]:
+        op = getattr(ops, name)
+
+        def call(*arguments: Any, **named: Any) -> Tensor:
+            if named["dropout_p"]:
+                assert named["dropout_p"] == 0.2
+                drawn.append((name, named["place"]))
+            return op(*arguments, **named)  # type: ignore[no-any-return]
+
+        return call
+
+    for name in ("embed_packed", "attention", "add_norm"):
+        monkeypatch.setattr(ops, name, spied(name))
+    model = build(decoder=decoder, dropout=0.2).train()
+    model(batch_for(model, [20, 7]), dropout_seed=1)
+    layer = ["attention", "add_norm", "add_norm"]
+    assert [name for name, _ in drawn] == ["embed_packed", *layer * SMALL.num_layers]
+    assert len({place for _, place in drawn}) == len(drawn)
+
+
 def test_default_dropout_seed_follows_torch_manual_seed() -> None:
     model = build(dropout=0.2).train()
     batch = batch_for(model, [40] * 3)
@@ -150,6 +177,17 @@ def test_layers_are_handed_out() -> None:
     out = model.encoder(batch.ids, batch.visible, layers=layers)
     assert len(layers) == SMALL.num_layers + 1
     assert torch.equal(layers[-1], out)
+
+
+def test_initial_weights() -> None:
+    """N(0, init_std) for what multiplies and what is looked up; norms are the identity, biases zero."""
+    model = MaeLm(replace(SMALL, hidden_size=64, ffn_size=64, init_std=0.05))
+    for name, parameter in model.named_parameters():
+        if "norm" in name or (name.endswith("bias") and "relative" not in name):
+            assert (parameter == (1.0 if name.endswith("norm.weight") else 0.0)).all(), name
+        else:
+            assert float(parameter.detach().std()) == pytest.approx(0.05, rel=0.25), name
+            assert abs(float(parameter.detach().mean())) < 0.02, name
 
 
 def test_sinusoidal_tables_on_request() -> None:

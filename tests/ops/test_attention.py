@@ -293,6 +293,7 @@ def check_kernel(
     backend: str = "triton",
     window: bool = False,
     own_rounding: bool = False,
+    positions: int = POSITIONS,
 ) -> None:
     """Outputs and every gradient in memory full of NaN, against float64, within twice the error of flash attention
     written in PyTorch at that dtype.
@@ -310,7 +311,7 @@ def check_kernel(
         tensors = [strided(t, step) for t in tensors[:3]] + tensors[3:]
 
     def call(backend: str, q: Tensor, k: Tensor, v: Tensor, line: Tensor | None = None) -> Tensor:
-        bias = PositionBias(line, POSITIONS) if line is not None else None
+        bias = PositionBias(line, positions) if line is not None else None
         if backend == "flash":
             return flash(q, k, v, layout, bias, p)
         seed = seed_tensor() if p else None
@@ -329,8 +330,7 @@ def check_kernel(
 
 @kernel
 @pytest.mark.parametrize("dtype", GPU_DTYPES)
-@pytest.mark.parametrize("p", [0.0, 0.2])
-@pytest.mark.parametrize("reach", [0, 11])
+@pytest.mark.parametrize(("reach", "p"), [(0, 0.0), (11, 0.2)])
 def test_kernel(reach: int, p: float, dtype: torch.dtype) -> None:
     """Lengths of one token, around a tile, over several tiles; far tiles to both sides."""
     check_kernel(gapped([1, 33, 90, 2, 32]), None, reach, dtype, p)
@@ -338,7 +338,22 @@ def test_kernel(reach: int, p: float, dtype: torch.dtype) -> None:
 
 @kernel
 @pytest.mark.parametrize("p", [0.0, 0.2])
-@pytest.mark.parametrize("reach", [0, 11, 127])
+def test_kernel_where_a_program_walks_through_several_query_tiles(monkeypatch: pytest.MonkeyPatch, p: float) -> None:
+    """It adds to the same cells of the bias's gradient again. The tiles are those of the device under test."""
+    from maelm_fast.kernels import attention as kernels
+    from maelm_fast.kernels import attention_tiles
+
+    dim, reach = (64, 91) if DEVICE == "cuda" else (16, 23)
+    tiles = attention_tiles.tiles_for(torch.device(DEVICE), dim)
+    own = tiles.fwd.own
+    lengths = [2 * own + 1, own - 1, own, own + 1]
+    monkeypatch.setattr(kernels, "_programs", lambda *_: 2)
+    assert sum(-(-n // tiles.dq.own) for n in lengths) >= 3 * 2
+    check_kernel(gapped_layout(4 * own, lengths), None, reach, torch.bfloat16, p, dim, positions=4 * own)
+
+
+@kernel
+@pytest.mark.parametrize(("reach", "p"), [(0, 0.2), (11, 0.0), (127, 0.2)])
 def test_kernel_with_other_keys(reach: int, p: float) -> None:
     """Queries of a subset, sequences without queries and without keys."""
     check_kernel(gapped([3, 40, 0, 17, 4]), gapped([70, 0, 7, 90, 1], seed=1), reach, torch.bfloat16, p)
@@ -401,7 +416,7 @@ def test_positions_beyond_those_of_the_bias_are_an_error(position: int, backend:
 
 
 @kernel
-@pytest.mark.parametrize("dim", [8, 32, 64, 96, 128])
+@pytest.mark.parametrize("dim", [8, 64, 96, 128])
 def test_kernel_head_dims(dim: int) -> None:
     check_kernel(gapped([5, 35]), None, 9, torch.float16, 0.1, dim=dim)
 
@@ -420,7 +435,7 @@ def test_kernel_with_nothing_to_do() -> None:
 
 
 @kernel
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 50), min_size=1, max_size=3),
     reach=st.integers(0, 127),
@@ -470,7 +485,7 @@ def test_kernel_statistics_of_the_softmax() -> None:
 
 @kernel
 def test_kernel_bias_gradient_sums_to_zero_and_every_run_gives_the_same_bits() -> None:
-    layout = AttentionLayout(on_device(gapped([40, 7, 90, 1])))
+    layout = AttentionLayout(on_device(gapped([40, 7, 1])))
     q, k, v, line = (t.to(DEVICE) for t in inputs(layout.queries, layout.keys, torch.bfloat16))
     tensors = [q, k, v, line.float()[:, POSITIONS - 1 - 20 : POSITIONS + 20]]
 
@@ -503,7 +518,7 @@ for launch in launches(["attention"]):
 
 
 @kernel
-def test_no_score_is_in_two_threads_that_would_both_add_it_to_the_gradient() -> None:
+def test_no_score_is_in_two_threads_that_would_both_add_it_to_the_kernel_s_gradient() -> None:
     """Compiled for both architectures: the warps, each with one matrix instruction's piece, fit into the tile."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", LAYOUTS_OF_DQ]
@@ -549,8 +564,8 @@ def test_every_backend_drops_the_same_weights(backend: str) -> None:
 
 
 @kernel
-@pytest.mark.parametrize("p", [0.0, 0.3])
-def test_kernel_opcheck(p: float) -> None:
+def test_kernel_opcheck() -> None:
+    p = 0.3  # without dropout fewer arguments are there, not others
     layout = AttentionLayout(on_device(gapped([3, 5])))
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     q, k, v, line = (t.to(DEVICE, dtype) for t in inputs(layout.queries, layout.keys))

@@ -118,7 +118,7 @@ def test_a_toy_model_trains_the_same_with_the_attention_kernel() -> None:
         model, batch = model_and_batch()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         history = []
-        for step in range(4):
+        for step in range(3):
             with ops.backends(REFERENCE, attention=backend):
                 loss, _ = model(batch, dropout_seed=step)
                 (loss / batch.counts.masked).backward()

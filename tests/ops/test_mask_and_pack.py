@@ -177,6 +177,15 @@ def test_ties_go_to_the_lower_position(words: str, length: int) -> None:
         assert set(out.cpu().numpy().nonzero()[0]) == set(order[:number])
 
 
+def test_ties_go_to_the_lower_position_in_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    equal = lambda length, samples, *_: torch.full((len(samples), length), 77, device=samples.device)  # noqa: E731
+    monkeypatch.setattr(module.reference, "position_words", equal)
+    masker, lengths = Masker(MaskingConfig(rate=0.5, shown=0.5), VOCABULARY, 0, False), (8, 0, 40)
+    batch = mask_and_pack(tokens(lengths).to(DEVICE), lengths, [1, 2, 3], 0, masker, backend="reference")
+    assert batch.masked.positions.tolist() == [*range(4), *range(20)]
+    assert batch.visible.positions.tolist() == [0, 1, *range(4, 8), *range(10), *range(20, 40)]
+
+
 def fwd_arguments(masking: MaskingConfig, sees_mask: bool) -> tuple[Any, ...]:
     """Arguments of the registered op, as mask_and_pack() passes them."""
     seen: list[tuple[Any, ...]] = []

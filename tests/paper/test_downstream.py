@@ -22,16 +22,15 @@ from maelm_fast import presets
 from maelm_fast.cli.main import main
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.problem import SentenceProblem
-from maelm_fast.paper import catalogue, downstream, finetune, run, scales
-from maelm_fast.paper import report as module_of_report
+from maelm_fast.paper import catalogue, downstream, figures, finetune, provenance, run, scales
 from maelm_fast.paper.catalogue import GLUE
 from maelm_fast.paper.cost import unit_cost
 from maelm_fast.paper.downstream import Files, FineTuning, Prompting, assumed_tasks, find_tasks
 from maelm_fast.paper.figures import draw
 from maelm_fast.paper.plan import Cell, Plan, make_plan
-from maelm_fast.paper.report import report
+from maelm_fast.paper.report import checkpoints, report
 from maelm_fast.paper.results import BASELINES, Results, passes
-from maelm_fast.paper.scores import checkpoints
+from maelm_fast.paper.scores import own_scores
 from maelm_fast.work import Ledger
 from tests.conftest import WORDS
 
@@ -110,8 +109,19 @@ def out(pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def command(experiment: str, store: Path, out: Path, *options: object) -> list[str]:
-    return ["paper", experiment, "--scale", "smoke", "--data", str(store), "--out", str(out),
-            "--updates", str(UPDATES), *map(str, options)]  # fmt: skip
+    return [
+        "paper",
+        experiment,
+        "--scale",
+        "smoke",
+        "--data",
+        str(store),
+        "--out",
+        str(out),
+        "--updates",
+        str(UPDATES),
+        *map(str, options),
+    ]
 
 
 def placed(experiment: str, store: Path, out: Path, tasks: Path) -> Plan:
@@ -233,8 +243,8 @@ def test_a_cell_of_the_grid_wins_by_as_many_seeds_as_the_others(
         metrics = {"metrics": {"validation": {"accuracy": value}}}
         ledger.append(row | ({"error": "not finite"} if value is None else {"result": metrics}))
     results = Results(plan, ledger)
-    assert results.score([cell], task) == 61.0
-    assert len(results.finetuned([cell], task)) == 2
+    assert sorted(own_scores(results.finetuned, task)["value"]) == [60.0, 62.0]
+    assert set(results.finetuned["cell"]) == {1}
 
 
 def test_where_one_curve_passes_a_value() -> None:
@@ -261,8 +271,11 @@ def test_figure_3_from_pretrained_models_to_report(out: Path, store: Path, tasks
     line = next(line for line in text.splitlines() if line.startswith(f"| {UPDATES} | "))
     finals = {}
     for label in ("MLM", "MAE-LM"):
-        values = [r["result"]["metrics"]["validation_matched"]["accuracy"] for r in rows
-                  if r["label"] == label and r["stage"].endswith(f" at {UPDATES}")]  # fmt: skip
+        values = [
+            r["result"]["metrics"]["validation_matched"]["accuracy"]
+            for r in rows
+            if r["label"] == label and r["stage"].endswith(f" at {UPDATES}")
+        ]
         finals[label] = statistics.median(values)
         assert f"| {finals[label]:.1f} [" in line
     control = [r["result"]["best"] for r in rows if r["stage"].endswith("at 0")]
@@ -318,8 +331,10 @@ def test_killed_in_the_middle_of_fine_tuning(
     assert not any((out / "states").iterdir())
 
     def results(where: Path) -> list[Any]:
-        return [[row["stage"], row["result"]["curve"][0]["loss"], row["result"]["metrics"], row["result"]["ranks"]]
-                for row in rows_of(where, "finetune")]  # fmt: skip
+        return [
+            [row["stage"], row["result"]["curve"][0]["loss"], row["result"]["metrics"], row["result"]["ranks"]]
+            for row in rows_of(where, "finetune")
+        ]
 
     assert results(out) == results(tmp_path / "whole")
 
@@ -346,8 +361,11 @@ def test_a_task_that_fails_costs_only_itself(
     (line,) = (line for line in text.splitlines() if line.startswith("| base | MAE-LM | ") and "[" in line)
     written = dict(zip(cells, (cell.strip() for cell in line.split("|")), strict=True))
     assert written["MNLI-(m/mm)"] == written["mean of MNLI, SST-2"] == written["RTE"] == "-"
-    values = [row["result"]["metrics"]["validation"] for row in rows_of(out, "finetune")
-              if "result" in row and row["label"] == "MAE-LM" and not row["stage"].endswith("at 0")]  # fmt: skip
+    values = [
+        row["result"]["metrics"]["validation"]
+        for row in rows_of(out, "finetune")
+        if "result" in row and row["label"] == "MAE-LM" and not row["stage"].endswith("at 0")
+    ]
     sst2 = [value["accuracy"] for value in values if "accuracy" in value]
     exact = [value["best_exact"] for value in values if "best_exact" in value]
     assert written["SST-2"] == f"{statistics.median(sst2):.1f} [{min(sst2):.1f}, {max(sst2):.1f}]"
@@ -359,7 +377,7 @@ def test_a_task_that_fails_costs_only_itself(
 def test_places_of_tasks_are_named_by_their_last_part(tasks: Path) -> None:
     found: Any = SimpleNamespace(sources=(str(tasks), ".", "hub"))
     results: Any = SimpleNamespace(plan=SimpleNamespace(found=found))
-    said = module_of_report._without_places(f"RTE: {tasks} has no folder rte. The hub neither.", results)
+    said = provenance._without_places(f"RTE: {tasks} has no folder rte. The hub neither.", results)
     assert said == f"RTE: {tasks.name} has no folder rte. The hub neither."
 
 
@@ -374,8 +392,11 @@ def test_table_7_in_little(store: Path, tasks: Path, tmp_path: Path, monkeypatch
     assert len(rows) == 2 * (1 + 2 + 2)
     text = (out / "table7" / "REPORT.md").read_text()
     assert f"- SST-2: label words {bad}/{good}; terrible/great are not single tokens here." in text
-    values = [row["result"]["test"]["validation"]["accuracy"] for row in rows
-              if row["label"] == "MAE-LM" and "prompt sst2 prompt draw" in row["stage"]]  # fmt: skip
+    values = [
+        row["result"]["test"]["validation"]["accuracy"]
+        for row in rows
+        if row["label"] == "MAE-LM" and "prompt sst2 prompt draw" in row["stage"]
+    ]
     wanted = f"{statistics.mean(values):.1f} ({statistics.pstdev(values):.1f})"
     block = text[text.index("Ours, prompt-based few-shot") :].splitlines()
     header, line = block[2], next(line for line in block if line.startswith("| large++ | MAE-LM |"))
@@ -402,7 +423,7 @@ def test_every_report_and_figure(name: str, store: Path, tasks: Path, tmp_path: 
             **{"step": 3, "tokens": 300, "val_loss": 7.125 + i, "val_accuracy": 0.5, "unigram_nats": 6.0},
             **{"seconds": 2.0, "curve": curve, "device": "some CPU", "precision": "fp32", "threads": 1, "commit": None},
             **{"torch": "2", "ranks": {name: [4, 3, 2, 1] for name in INPUTS}},
-        }  # fmt: skip
+        }
         units = {unit.stage: unit for unit in cell.units}
         for j, (stage, config) in enumerate(cell.stages.items()):
             result = made_up
@@ -426,6 +447,11 @@ def test_every_report_and_figure(name: str, store: Path, tasks: Path, tmp_path: 
         assert early.accuracy_curve(plan.rows[0], plan.tasks[0])
         assert early.end(plan.rows[0], plan.tasks[0]) is None
         assert "last accuracy" not in "".join(checkpoints(early))
+    if name == "table1":  # of two rows both seeds of fine-tuning, of the tasks' mean
+        seeds = results.means_by_seed()["MAE-LM"]
+        assert statistics.median(seeds) == results.means()["MAE-LM"]
+        assert len(set(seeds)) == 2
+        assert len(figures._by_row(results).axes[2].containers) == len(results.means_by_seed()) - 1 == 2
     draw(results, tmp_path / f"{name}.png")
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 

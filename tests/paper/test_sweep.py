@@ -27,10 +27,12 @@ from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, TaskData
 from maelm_fast.finetuning.tasks import TASKS
 from maelm_fast.paper import sweep as module
+from maelm_fast.paper.catalogue import GLUE
 from maelm_fast.paper.grids import Grid
+from maelm_fast.paper.scores import averages
 from maelm_fast.paper.sweep import Model, Run, Sweep, estimate, make_model, make_sweep, read_done, run_sweep
-from maelm_fast.paper.sweep_plot import draw
-from maelm_fast.paper.sweep_report import average, best_json, find_best, write_tables
+from maelm_fast.paper.sweep_report import draw, results, write_tables
+from maelm_fast.reporting import where
 from maelm_fast.stop import Stopped
 from maelm_fast.work import Ledger
 from tests.finetuning import toys
@@ -78,6 +80,12 @@ def stand_in(sweep: Sweep, run: Run, *_: Any) -> dict[str, Any]:
     return result(run, value(run))
 
 
+def best_cell(sweep: Sweep, out: Path) -> int:
+    """Of MLM."""
+    (cell,) = set(where(results(sweep, read_done(out)), model="MLM", best=True)["cell"])
+    return int(cell)
+
+
 def titles(out: Path) -> list[tuple[Any, ...]]:
     return [(row["model"], row["task"], row["cell"], row["seed"]) for row in Ledger(out).rows()]
 
@@ -119,13 +127,16 @@ def test_medians_and_best_cells_by_hand(tmp_path: Path, monkeypatch: pytest.Monk
     sweep = small()
     run_sweep(sweep, tmp_path)
     assert len(titles(tmp_path)) == 72
-    done = read_done(tmp_path)
-    best = find_best(sweep, done, MODELS[1], sweep.searches[0])
-    assert best is not None
-    assert (best.cell.number, best.values, best.median) == (2, [90.5, 89.0, 92.5], 90.5)
-    assert (best.cell.values, best.cells_tried) == ({"lr": 1e-4, "epochs": 4}, 6)
-    write_tables(sweep, tmp_path, [("the paper's", {"SST-2": "93.8", "QQP": "91.6", "AVG": "86.1"})],
-                 {"sst2": {"majority": {"accuracy": 50.917}}})  # fmt: skip
+    rows = results(sweep, read_done(tmp_path))
+    best = where(rows, model="MAE-LM", task="sst2", metric="accuracy", best=True)
+    assert best["value"].tolist() == [90.5, 89.0, 92.5]
+    assert best[["cell", "lr", "epochs", "seed"]].values.tolist() == [[2, 1e-4, 4, seed] for seed in range(3)]
+    write_tables(
+        sweep,
+        tmp_path,
+        [("the paper's", {"SST-2": "93.8", "QQP": "91.6", "AVG": "86.1"})],
+        {"sst2": {"majority": {"accuracy": 50.917}}},
+    )
     text = (tmp_path / "SWEEP.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert rows[0] == "| model | SST-2 | CoLA | AVG |"
@@ -143,18 +154,14 @@ def test_medians_and_best_cells_by_hand(tmp_path: Path, monkeypatch: pytest.Monk
     assert "- SST-2: a note on sst2" in text
     assert "- SST-2: inputs cut to 512 tokens: train 1 of 4\n" in text
     assert "provisional" not in text
-    found = json.loads((tmp_path / "best.json").read_text())
-    entry = next(r for r in found["results"] if (r["model"], r["task"]) == ("MLM", "cola"))
-    assert (entry["cell"], entry["median"], entry["lowest"], entry["highest"]) == (4, 90.5, 89.0, 92.5)
-    assert entry["by_seed"] == {"0": 90.5, "1": 89.0, "2": 92.5}
-    assert entry["config"]["lr"] == 2e-4
-    assert "seed" not in entry["config"]
-    with open(tmp_path / "cells.csv", newline="") as file:
-        table = list(csv.DictReader(file))
-    assert len(table) == 72
-    for row, run in zip(table, sweep.runs, strict=True):
+    with open(tmp_path / "results.csv", newline="") as file:
+        written = list(csv.DictReader(file))
+    own = [row for row in written if row["metric"] == TASKS[row["task"]].metric]
+    for row, run in zip(own, sweep.runs, strict=True):
         assert (row["model"], row["task"], int(row["seed"])) == (run.model.label, run.search.data.task.name, run.seed)
-        assert (float(row["lr"]), float(row["best"]), row["status"]) == (run.config.lr, value(run), "finished")
+        assert (float(row["lr"]), float(row["value"]), row["status"]) == (run.config.lr, value(run), "finished")
+        assert (row["best"] == "True") == (run.cell.number == (4 if run.model.label == "MLM" else 2))
+    assert [float(row["value"]) for row in written if row["metric"] == "last"] == [value(r) - 1.5 for r in sweep.runs]
     pytest.importorskip("matplotlib")
     draw(sweep, tmp_path)
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
@@ -182,11 +189,10 @@ def test_all_of_glue_and_squad_in_the_papers_layout(tmp_path: Path, monkeypatch:
     )
     assert "| **MAE-LM** | 87.2/86.2 | 91.6 | 92.9 | 93.8 | 63.1 | 79.1 | 90.2 | 90.9 | 86.0 | 81.1 | 84.1 |" in text
     assert "MAE-LM 80.0/83.0" in text
-    mean, reason = average(
-        {s.data.task.name: find_best(sweep, read_done(tmp_path), MODELS[1], s) for s in sweep.searches}
-    )
-    assert mean == pytest.approx((86.7 + 91.6 + 92.9 + 93.8 + 63.1 + 79.1 + 90.2 + 90.9) / 8)
-    assert reason == ""
+    rows = results(sweep, read_done(tmp_path))
+    means = averages(rows, {name: TASKS[name].metric for name in GLUE})
+    assert means == {"MAE-LM": pytest.approx((86.7 + 91.6 + 92.9 + 93.8 + 63.1 + 79.1 + 90.2 + 90.9) / 8)}
+    assert averages(where(rows, split="validation"), {name: TASKS[name].metric for name in GLUE}) == {}, "without MNLI"
 
 
 def test_a_budget_is_told_and_holds_for_all_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +205,6 @@ def test_a_budget_is_told_and_holds_for_all_models(tmp_path: Path, monkeypatch: 
     text = (tmp_path / "SWEEP.md").read_text()
     assert "a budget of 2 cells per task, a fixed pseudo-random subset. Cells: SST-2 2 of 6." in text
     assert "| seeds; cells | 1 of 1; 2 of 6 |  |" in text
-    assert best_json(sweep, read_done(tmp_path))["budget"] == 2
 
 
 def test_a_failing_run_costs_only_itself_and_is_tried_again(
@@ -228,9 +233,9 @@ def test_a_failing_run_costs_only_itself_and_is_tried_again(
     assert "seed 0: the gradient was not finite in 10 updates in a row" in text
     assert "seed 1: RuntimeError: out of memory" in text
     assert "provisional" in text
-    best = find_best(sweep, done, MODELS[0], sweep.searches[0])
-    assert best is not None
-    assert (best.cell.number, best.median) == (3, 87.5), "cells 3 and 5 tie: the earlier"
+    assert best_cell(sweep, tmp_path) == 3, "cells 3 and 5 tie: the earlier"
+    failed = where(results(sweep, done), status="failed")
+    assert sorted(failed["error"].str[:12].tolist()) == ["RuntimeError", "RuntimeError", "the gradient"]
 
     monkeypatch.setattr(module, "_train", stand_in)
     run_sweep(sweep, tmp_path)
@@ -248,9 +253,7 @@ def test_one_lucky_seed_does_not_win(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "_train", lucky)
     sweep = small(tasks=("sst2",), seeds=2)
     run_sweep(sweep, tmp_path)
-    best = find_best(sweep, read_done(tmp_path), MODELS[0], sweep.searches[0])
-    assert best is not None
-    assert best.cell.number == 5
+    assert best_cell(sweep, tmp_path) == 5
 
 
 def test_time_is_estimated_from_finished_runs_of_the_same_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +331,7 @@ def test_ended_in_the_middle_and_gone_on(end: signal.Signals, code: int, tmp_pat
     assert len(set(titles(cut))) == 12
     assert sum(begun(cut).values()) == 13, "only the run that was cut short began twice"
     sweep = small(tasks=("sst2",), seeds=1)
-    assert best_json(sweep, read_done(cut)) == best_json(sweep, read_done(whole))
+    assert results(sweep, read_done(cut)).equals(results(sweep, read_done(whole)))
 
 
 def test_two_processes_share(tmp_path: Path) -> None:
@@ -388,7 +391,7 @@ def test_gpus_are_taken_as_the_user_shows_them(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_run_is_what_train_gives_also_when_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from maelm_fast.finetuning.encoders import load_encoder
+    from maelm_fast.encoders import load_encoder
     from maelm_fast.finetuning.job import make_problem
     from maelm_fast.finetuning.run import train
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from maelm_fast.analysis.plots import require_matplotlib, short_number
 from maelm_fast.cli.common import option, parse
 from maelm_fast.config import require
 from maelm_fast.errors import UserError
@@ -25,17 +24,13 @@ from maelm_fast.paper.cost import (
     unit_cost,
 )
 from maelm_fast.paper.downstream import Files, assumed_tasks, find_tasks
-from maelm_fast.paper.figures import draw
 from maelm_fast.paper.plan import Cell, Plan, make_plan
-from maelm_fast.paper.report import FIGURE, report
+from maelm_fast.paper.report import FIGURE, REPORT, write_report
 from maelm_fast.paper.results import Results
 from maelm_fast.paper.run import is_store, manifests, place_data, run_dir, run_plan, store_path
+from maelm_fast.reporting import RESULTS, require_matplotlib, short_number
 from maelm_fast.stop import Stopped
-from maelm_fast.training.files import write_text
 from maelm_fast.work import Ledger, lock
-
-REPORT_FILE = "REPORT.md"
-
 
 EXAMPLES = """
     maelm-fast paper {name} --scale smoke
@@ -246,9 +241,7 @@ def _write(results: Results, out: Path) -> None:
     names = {cell.key: run_dir(out, cell).path.name for cell in plan.cells}
     with lock(out / "locks" / f"report-{plan.experiment.name}.lock", wait=True):
         try:
-            place.mkdir(parents=True, exist_ok=True)
-            draw(results, place / FIGURE)
-            write_text(place / REPORT_FILE, report(results, manifests(plan), names))
+            write_report(results, place, manifests(plan), names)
         except OSError as error:
             raise UserError(f"cannot write {place}: {error.strerror}") from None
-    print(f"\nwritten: {place / REPORT_FILE} and {FIGURE}")
+    print(f"\nwritten: {place / REPORT}, {FIGURE}, {RESULTS}")

@@ -16,6 +16,7 @@ from maelm_fast.cli.common import option, parse
 from maelm_fast.cli.paper.sweep import parse_model
 from maelm_fast.cli.tasks import TaskOptions
 from maelm_fast.config import require
+from maelm_fast.encoders import load_encoder
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, read_task
@@ -29,12 +30,12 @@ from maelm_fast.paper.prompting.fewshot import (
     FewShotConfig,
     base_config,
 )
-from maelm_fast.paper.prompting.masked_lm import load_masked_lm
-from maelm_fast.paper.prompting.report import DATA, REPORT, write_report
+from maelm_fast.paper.prompting.report import REPORT, write_report
 from maelm_fast.paper.prompting.run import MODES, Mode, Plan, Question, check, engine_of, make_question, run_plan
 from maelm_fast.paper.prompting.templates import TEMPLATES, template_for
 from maelm_fast.paper.prompting.tokens import Prompts, label_ids, shown
 from maelm_fast.paper.sweep_report import PrintedRow
+from maelm_fast.reporting import RESULTS
 from maelm_fast.stop import Stopped
 
 EXAMPLES = """
@@ -59,7 +60,7 @@ class Options:
     """A run directory of ours (newest checkpoint, or STEP's) or a Hugging Face masked language model; a row each."""
     data: str
     """A directory with TASK/ or its files in it, or hub."""
-    out: Path | None = option(None, help=f"{REPORT}, {DATA}, predictions, and the ledger by which the command goes on.")
+    out: Path | None = option(None, help=f"{REPORT}, {RESULTS}, predictions, and the ledger to go on from.")
     mode: str = option("all", metavar="MODE[,MODE]", help=f"Of {', '.join(MODES)}, or all.")
     show: int | None = None
     """Print the prompts of so many test examples as the model sees them, and stop."""
@@ -117,7 +118,7 @@ def main(argv: list[str]) -> int:
     except Stopped as stop:
         stopped = stop
     print("\n" + write_report(plan, out, about, printed) + "\n")
-    print(f"{out / REPORT}, {out / DATA}")
+    print(f"{out / REPORT}, {RESULTS}")
     if stopped is not None:
         print("stopped; the same command goes on")
         raise stopped
@@ -200,7 +201,7 @@ def _printed(mode: Mode) -> list[PrintedRow]:
 def _show(plan: Plan, count: int) -> None:
     """Per model and task the tokens, special ones included, of the first test examples."""
     for model in plan.models:
-        lm = load_masked_lm(model.path, step=model.step, engine=engine_of(plan, model))
+        lm = load_encoder(model.path, step=model.step, engine=engine_of(plan, model), head=True)
         for question in plan.questions:
             task, template = question.data.task, question.template
             ids = label_ids(lm.tokenizer, template, len(task.text_columns))

@@ -23,9 +23,10 @@ from maelm_fast.finetuning.examples import read_task
 from maelm_fast.finetuning.metrics import baselines
 from maelm_fast.finetuning.tasks import TASKS, Task
 from maelm_fast.paper import grids, printed
+from maelm_fast.paper.catalogue import GLUE
 from maelm_fast.paper.sweep import Model, Sweep, estimate, make_model, make_sweep, read_done, run_sweep
-from maelm_fast.paper.sweep_plot import PICTURE, draw
-from maelm_fast.paper.sweep_report import GLUE, REPORT, RUNS, write_tables
+from maelm_fast.paper.sweep_report import PICTURE, REPORT, draw, write_tables
+from maelm_fast.reporting import RESULTS
 from maelm_fast.stop import Stopped
 
 PAPER = {"base": (printed.TABLE_1, 0), "base++": (printed.TABLE_1, 1), "large++": (printed.TABLE_6, 0)}
@@ -200,7 +201,7 @@ def _finish(sweep: Sweep, out: Path) -> None:
     """The picture, and where everything is."""
     text = (out / REPORT).read_text(encoding="utf-8")
     print("\n" + text.split("## Results", 1)[1].split("## Best cells", 1)[0].strip() + "\n")
-    written = f"written: {out / REPORT}, best.json, {RUNS}"
+    written = f"written: {out / REPORT}, {RESULTS}"
     try:
         draw(sweep, out)
     except UserError as error:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maelm_fast.analysis.effective_rank import TAU, check_taus
-from maelm_fast.analysis.plots import require_matplotlib
 from maelm_fast.cli.common import option, parse
 from maelm_fast.config import require
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.paper.theory import REPORT_FILE, TheoryReport, theory_report
 from maelm_fast.paper.theory_plot import plot_theory
+from maelm_fast.reporting import require_matplotlib
 from maelm_fast.training.hardware import choose_device
 from maelm_fast.training.rundir import RunDir, load_run
 
@@ -55,12 +55,12 @@ def main(argv: list[str]) -> int:
     out = options.out or RunDir(options.run).report
     report.write(out / REPORT_FILE)
     plot_theory(report, (out / REPORT_FILE).with_suffix(".png"))
-    print(_table(report))
+    print(_text(report))
     print(f"written: {out / REPORT_FILE} and .png")
     return 0
 
 
-def _table(report: TheoryReport) -> str:
+def _text(report: TheoryReport) -> str:
     seen = "" if report.encoder_sees_mask else " ([MASK] never seen in pretraining)"
     lines = [
         f"{report.name}, step {report.step:,}: {report.real_tokens:,} real and {report.mask_tokens:,} [MASK] positions"

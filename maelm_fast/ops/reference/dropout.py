@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from maelm_fast.errors import UserError
-from maelm_fast.philox import philox
+from maelm_fast.philox import philox, stacked
 
 ROUNDS = 7
 _LANES = 8  # columns a block
@@ -60,7 +60,7 @@ def _keep(rows: Tensor, columns: int, p: float, seed: Tensor, place: int, part: 
     column = torch.arange(blocks, device=seed.device)
     for start in range(0, len(rows), step):
         row = rows[start : start + step].long()[:, None]
-        words = philox((column, row, place, part), seed, ROUNDS).to(torch.uint32)  # (rows, blocks, 4)
+        words = stacked(philox((column, row, place, part), seed, ROUNDS)).to(torch.uint32)  # (rows, blocks, 4)
         halves = words.view(torch.uint16).to(torch.int32).reshape(len(row), -1)[:, :columns]
         out[start : start + step] = halves >= threshold(p)
     return out

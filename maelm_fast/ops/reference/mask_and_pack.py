@@ -118,8 +118,8 @@ def count_addends(samples: Tensor, epochs: Tensor, masker: Masker) -> list[float
     """u of floor(rate * n + u), one a sequence: 1/2, or uniform in [0, 1) with stochastic counts."""
     if masker.masking.count == "fixed":
         return [0.5] * samples.shape[0]
-    words = philox((0, samples, epochs, int(Stream.ROUNDING)), masker.seed)[:, 0]
-    addends: list[float] = (words.numpy() / 2.0**32).tolist()
+    words = philox((0, samples.numpy(), epochs.numpy(), int(Stream.ROUNDING)), masker.seed)[0]
+    addends: list[float] = (words / 2.0**32).tolist()
     return addends
 
 
