@@ -178,12 +178,11 @@ def misaligned(x: Tensor, step: int) -> Tensor:
     return larger[..., 1:-2]
 
 
-@pytest.mark.parametrize("strided", [test_attention.strided, misaligned])
 @pytest.mark.parametrize(
     "dim", [32, pytest.param(64, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow)]
 )
-def test_attention_of_views(strided: Callable[..., Tensor], dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_attention, "strided", strided)
+def test_attention_of_misaligned_views(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_attention, "strided", misaligned)
     check_attention(gapped([200, 7]), None, T5_REACH, p=0.1, dim=dim, step=1)
 
 
@@ -294,6 +293,7 @@ def test_every_barrier_of_attention_is_missed(name: str, harmless: int, broken: 
         ("fwd", r"cp\.async\.wait_group\s+0;", "cp.async.wait_group 1;", "an asynchronous copy is on the way"),
         ("fwd", r"(mma\S+ \{[^}]*\}, \{[^}]*\}, \{) (\S+), (\S+) \}", r"\1 \3, \2 }", "wrong numbers"),
     ],
+    ids=["barrier", "operands of assembly", "sign in assembly", "wait", "operands of a product"],
 )
 def test_attention_broken(name: str, pattern: str, by: str, notices: str, broken: Callable[..., str]) -> None:
     fault = broken(kernel("attention", f"attention_{name}"), replaced(pattern, by), functools.partial(attend, 32))
