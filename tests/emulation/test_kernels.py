@@ -23,6 +23,7 @@ from maelm_fast.training.optim import build_optimizer
 from maelm_fast.training.step import Numbers, TrainStep
 from tests.emulation.kernels import RECORD, StandIn
 from tests.emulation.memory import Fault
+from tests.launches import recorded
 from tests.ops import (
     test_add_norm,
     test_attention,
@@ -127,10 +128,10 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_variant_of_the_presets(op: Callable[[], None]) -> None:
     op()
     expected = {}
-    for v in importlib.import_module(f"maelm_fast.kernels.{op.__name__}").variants():
-        if v.arch in (None, 80) and not v.rare and "*fp16" not in v.signature.values():
-            values = ((name, v.constants.get(name, v.signature.get(name))) for name in v.kernel.arg_names)
-            expected[v.kernel.fn.__name__, tuple(values), v.num_warps] = v.label
+    for launch in recorded(op.__name__):
+        calls = [call for call in launch.calls if "fp16" not in call and "rare" not in call]
+        if launch.arch == 80 and calls:
+            expected[launch.kernel, tuple(launch.arguments.items()), launch.warps] = calls[0]
     assert not [label for variant, label in expected.items() if variant not in RECORD.variants]
     assert len(expected) >= 9
 
