@@ -59,7 +59,7 @@ def targets() -> dict[str, list[Step]]:
     return {
         "gate": [
             Step("build", ["benchmarks.gpu", "build"], 0.7, 1.5),
-            Step("kernels", [*tests, "tests/ops", "--ignore", peers], 1.0, 2.0),
+            Step("kernels", [*tests, "tests/ops", "--ignore", peers], *((1.0, 2.0) if workers else (2.5, 4.0))),
             Step("updates", [*on_gpu, "tests/gpu/test_updates.py", "tests/training/test_step.py"], 0.7, 1.5),
         ],
         "headline": [train_step("bias", *presets, bias, 3.5, 4.5), train_step("neither", *presets, neither, 2.5, 3.0)],

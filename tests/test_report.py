@@ -79,10 +79,11 @@ PLAIN = {"base": 186.0, "roberta_base": 228.0, "hf": 153.0}
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A repository with two READMEs and no rows."""
+    """A repository with its READMEs and no rows."""
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     for name, regions in report.REGIONS.items():
         parts = [f"before {r}\n<!-- results:{r} -->\nby hand: {r}\n<!-- /results -->\n" for r in regions]
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("# Title\n\n" + "".join(parts) + "after\n")
     return tmp_path
 

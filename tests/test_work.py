@@ -227,5 +227,5 @@ def test_a_stop_ends_the_queue_and_a_unit_that_was_stopped_is_not_written_down(l
     assert stopped.value.code == 130
     assert worker.begun == ["a", "b"]
     assert outcomes(tmp_path) == [("a", {"sum": 97}), ("b", {"sum": 98})][: 2 if late else 1]
-    ending = "98" if late else "SIGINT: stopped at step 5; the same command goes on from there"
+    ending = "98" if late else "SIGINT: stopped at step 5; the same command resumes from there"
     assert said[-1] == f"[3/5] {ending}"

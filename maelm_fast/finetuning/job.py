@@ -177,7 +177,7 @@ def _one_seed(
     state = _state(out, config.seed)
     done = int(path.name[5:]) if (path := newest_whole(state)) else 0
     if done:
-        say(f"going on from step {done:,}")
+        say(f"resuming from step {done:,}")
     with Display(done, steps) as display:
 
         def watch(row: dict[str, Any]) -> None:
@@ -206,7 +206,7 @@ def _one_seed(
     try:
         write_directory(kept, fill)
     except OSError as error:
-        raise UserError(f"cannot write {kept}: {error}; free some space, and the same command goes on") from None
+        raise UserError(f"cannot write {kept}: {error}; free some space, and the same command resumes") from None
     return result.to_dict()
 
 

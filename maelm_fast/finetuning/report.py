@@ -190,7 +190,7 @@ def write_report(
                 _plot_confusion(values, evaluation, out / "confusion.png")
         write_json(out / REPORT_FILE, values)
     except OSError as error:
-        raise UserError(f"cannot write in {out}: {error.strerror}; the same command goes on") from None
+        raise UserError(f"cannot write in {out}: {error.strerror}; the same command resumes") from None
 
 
 def terminal_lines(data: TaskData, results: Sequence[Result], baselines: dict[str, dict[str, float]]) -> list[str]:

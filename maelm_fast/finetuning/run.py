@@ -1,7 +1,7 @@
 """Fine-tuning, run by training/loop.py: problem, encoder and configuration in; result, model and evaluation out.
 
 Everything it computes is a function of the configuration and the number of updates done: order, dropout, learning rate.
-A run killed anywhere and started again therefore goes on bit for bit (on a CPU). The files around it are job.py's.
+A run killed anywhere and started again therefore resumes bit for bit (on a CPU). The files around it are job.py's.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def pretrain(preset: str, config: RunConfig, data: str, out: str, initial: Initi
             print(f"{run.path}: already finished ({trainer.progress.finished}) at step {trainer.progress.step:,}")
             return run
         if resumed:
-            print(f"going on from step {trainer.progress.step:,}")
+            print(f"resuming from step {trainer.progress.step:,}")
         try:
             trainer.train()
         except UserError:

@@ -1,5 +1,5 @@
 """Pretraining, run by loop.py. Everything it computes is a function of the configuration and the number of updates
-done: order, masks, dropout and learning rate. A run killed anywhere and started again therefore goes on bit for bit.
+done: order, masks, dropout and learning rate. A run killed anywhere and started again therefore resumes bit for bit.
 
 A run is `Trainer(...).train()`; the parts come from outside, so that a test or another program can replace them.
 """
@@ -119,7 +119,7 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
                     raise Stopped(self.progress.step, stop.received)
             except Stopped as stopped:
                 place = f"{stopped.received.name}: saved at step {stopped.step:,}"
-                self.display.say(f"{place}; the same command goes on from there")
+                self.display.say(f"{place}; the same command resumes from there")
                 raise
         return self.progress
 

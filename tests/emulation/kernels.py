@@ -18,27 +18,13 @@ import pytest
 import torch
 import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
 
+from benchmarks.kernel_launches import set_arch
 from tests.emulation.machine import Counts, Kernel
 from tests.emulation.memory import Fault, Memory
 from tests.emulation.ptx import programs
 
 MODULES = ("common", "add_norm", "attention", "embed_packed", "feed_forward", "mask_and_pack", "masked_cross_entropy")
-
-
-class Device:
-    """What Triton asks of a driver before it compiles."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 80, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 @dataclass
@@ -150,7 +136,7 @@ def _bytes(tensor: Tensor) -> Any:
 
 def stand_in() -> None:
     """Every kernel of the project, for this process. Triton must have been imported without its interpreter."""
-    driver.set_active(Device())
+    set_arch(80)
     for name in MODULES:
         module = importlib.import_module(f"maelm_fast.kernels.{name}")
         for key, value in list(vars(module).items()):

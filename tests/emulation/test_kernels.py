@@ -5,8 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +22,13 @@ from torch import Tensor
 from maelm_fast import ops, presets
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import MaskingConfig
+from maelm_fast.kernels.attention_tiles import TILES
 from maelm_fast.masking import Masker
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training.optim import build_optimizer
 from maelm_fast.training.step import Numbers, TrainStep
 from tests.emulation.kernels import RECORD, StandIn
 from tests.emulation.memory import Fault
-from tests.launches import recorded
 from tests.ops import (
     test_add_norm,
     test_attention,
@@ -35,6 +40,8 @@ from tests.ops.checks import check_against_reference, deterministic, gapped_layo
 from tests.training.test_step import KERNELS, OPS, VOCABULARY
 
 WIDTHS, T5_REACH = (128, 512, 768, 1024), 91
+check_attention = functools.partial(test_attention.check_kernel, dtype=torch.bfloat16, positions=512)
+gapped = functools.partial(gapped_layout, 512)
 FLOATS = (torch.float32, torch.bfloat16)
 
 
@@ -112,27 +119,39 @@ def attention() -> None:
     for dim in (32, 64, 96, 128):
         for reach in (0, T5_REACH):
             for p in (0.0, 0.1):
-                test_attention.check_kernel(gapped_layout(512, [3, 140]), None, reach, torch.bfloat16, p, dim)
+                check_attention(gapped([3, 140]), None, reach, p=p, dim=dim)
 
 
-@pytest.fixture
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention's tests at positions up to 512, with two heads."""
-    monkeypatch.setattr(test_attention, "POSITIONS", 512)
-    monkeypatch.setattr(test_attention, "HEADS", 2)
+LAUNCHES = """
+import json
+from benchmarks.kernel_launches import OPS, launches
+print(json.dumps([(l.op, l.kernel, l.calls, json.loads(l.data)) for l in launches(list(OPS)) if l.arch == 80]))
+"""
+
+
+@functools.cache
+def launched() -> list[Any]:
+    """(op, kernel, calls, what Triton makes it of) of each launch of the presets on an A100."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", LAUNCHES], env=environment, capture_output=True, text=True, check=True)
+    found: list[Any] = json.loads(done.stdout)
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("op", [add_norm, attention, embed_packed, feed_forward, mask_and_pack, masked_cross_entropy])
 def test_every_variant_of_the_presets(op: Callable[[], None]) -> None:
     op()
     expected = {}
-    for launch in recorded(op.__name__):
-        calls = [call for call in launch.calls if "fp16" not in call and "rare" not in call]
-        if launch.arch == 80 and calls:
-            expected[launch.kernel, tuple(launch.arguments.items()), launch.warps] = calls[0]
-    assert not [label for variant, label in expected.items() if variant not in RECORD.variants]
+    for name, kernel_name, calls, made_of in launched():
+        signature = made_of["signature"]
+        if name == op.__name__ and "*fp16" not in signature.values() and not all("rare" in call for call in calls):
+            places = [index for (index,) in made_of["constant_keys"]]
+            values = dict(zip(places, made_of["constant_vals"], strict=True))
+            variant = tuple((n, values.get(i, kind)) for i, (n, kind) in enumerate(signature.items()))
+            expected[kernel_name, variant, made_of["options"]["num_warps"]] = calls
+    assert [(kernel_name, calls) for (kernel_name, *rest), calls in expected.items()
+            if (kernel_name, *rest) not in RECORD.variants] == []  # fmt: skip
     assert len(expected) >= 9
 
 
@@ -143,13 +162,12 @@ AROUND_A_TILE = [1, 63, 64, 65, 0, 127, 128, 129, 31, 33]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("reach", [0, 20, T5_REACH])
 def test_attention_over_many_tiles(reach: int, dim: int) -> None:
-    check = functools.partial(test_attention.check_kernel, reach=reach, dtype=torch.bfloat16, p=0.1, dim=dim)
-    check(gapped_layout(512, AROUND_A_TILE), None, own_rounding=True)
-    check(gapped_layout(512, [300, 0, 90]), gapped_layout(512, [129, 50, 0], seed=1), own_rounding=True)
+    check = functools.partial(check_attention, reach=reach, p=0.1, dim=dim, own_rounding=True)
+    check(gapped(AROUND_A_TILE), None)
+    check(gapped([300, 0, 90]), gapped([129, 50, 0], seed=1))
 
 
 def misaligned(x: Tensor, step: int) -> Tensor:
@@ -160,14 +178,12 @@ def misaligned(x: Tensor, step: int) -> Tensor:
     return larger[..., 1:-2]
 
 
-@pytest.mark.usefixtures("wide")
-@pytest.mark.parametrize("strided", [test_attention.strided, misaligned])
 @pytest.mark.parametrize(
     "dim", [32, pytest.param(64, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow)]
 )
-def test_attention_of_views(strided: Callable[..., Tensor], dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_attention, "strided", strided)
-    test_attention.check_kernel(gapped_layout(512, [200, 7]), None, T5_REACH, torch.bfloat16, 0.1, dim, step=1)
+def test_attention_of_misaligned_views(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_attention, "strided", misaligned)
+    check_attention(gapped([200, 7]), None, T5_REACH, p=0.1, dim=dim, step=1)
 
 
 # The update.
@@ -253,11 +269,10 @@ BARRIER = r"bar\.sync\s+0;"
 
 def attend(dim: int = 64) -> None:
     """Three query tiles of the backward kernels, near and far key tiles."""
-    test_attention.check_kernel(gapped_layout(512, [150]), None, 20, torch.bfloat16, 0.1, dim)
+    check_attention(gapped([150]), None, 20, p=0.1, dim=dim)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize(("name", "harmless"), [("fwd", 1), ("dq", 0), ("dkv", 1)])
 def test_every_barrier_of_attention_is_missed(name: str, harmless: int, broken: Callable[..., str]) -> None:
     """Two warps meet in shared memory, or in the band. Harmless: the first behind a loop that ends with one."""
@@ -269,7 +284,6 @@ def test_every_barrier_of_attention_is_missed(name: str, harmless: int, broken: 
     assert barriers > 5
 
 
-@pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize(
     ("name", "pattern", "by", "notices"),
     [
@@ -279,6 +293,7 @@ def test_every_barrier_of_attention_is_missed(name: str, harmless: int, broken: 
         ("fwd", r"cp\.async\.wait_group\s+0;", "cp.async.wait_group 1;", "an asynchronous copy is on the way"),
         ("fwd", r"(mma\S+ \{[^}]*\}, \{[^}]*\}, \{) (\S+), (\S+) \}", r"\1 \3, \2 }", "wrong numbers"),
     ],
+    ids=["barrier", "operands of assembly", "sign in assembly", "wait", "operands of a product"],
 )
 def test_attention_broken(name: str, pattern: str, by: str, notices: str, broken: Callable[..., str]) -> None:
     fault = broken(kernel("attention", f"attention_{name}"), replaced(pattern, by), functools.partial(attend, 32))
@@ -296,15 +311,12 @@ def test_a_mask_that_is_off_by_one(broken: Callable[..., str]) -> None:
     assert "add_norm.py" in fault
 
 
-@pytest.mark.usefixtures("wide")
 def test_threads_that_hold_the_same_score_and_both_add_it(
     broken: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """dq with more warps than its tile is cut into: the band's cells are added to twice."""
-    module = importlib.import_module("maelm_fast.kernels.attention")
-    sizes = module.TILES[80, 32]
-    wider = dataclasses.replace(sizes, dq=dataclasses.replace(sizes.dq, warps=8))
-    monkeypatch.setitem(module.TILES, (80, 32), wider)
+    sizes = TILES[80, 32]
+    monkeypatch.setitem(TILES, (80, 32), dataclasses.replace(sizes, dq=dataclasses.replace(sizes.dq, warps=8)))
     fault = broken(kernel("attention", "attention_dq"), str, functools.partial(attend, 32))
     assert "another warp" in fault or "two threads write to one place at once" in fault
 

@@ -17,7 +17,7 @@ from maelm_fast.ops.dispatch import triton_installed
 
 ROOT = Path(__file__).resolve().parents[2]
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-SOME = ("strided", "runs_that_cross", "autocast", "every_scale", "long_and_empty", "window")
+SOME = ("strided", "runs_that_cross", "every_scale", "long_and_empty")
 
 
 def emulated(plugin: str, *arguments: str) -> tuple[int, int, int]:

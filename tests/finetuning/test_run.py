@@ -363,7 +363,7 @@ def test_a_full_disk_costs_the_save_and_not_the_run(tmp_path: Path, monkeypatch:
 def test_a_job_goes_on_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, out, data = toys.make_run(tmp_path / "run"), tmp_path / "out", toys.toy(toys.content_rows, 16, 8)
     config = replace(SHORT, epochs=1)
-    with full_disk(50_000), pytest.raises(UserError, match=r"seed_3: .*the same command goes on"):
+    with full_disk(50_000), pytest.raises(UserError, match=r"seed_3: .*the same command resumes"):
         finetune(model, data, config, out, [3], say=quiet)
 
     def no_room(*_: Any) -> None:
@@ -429,7 +429,7 @@ def test_killed_terminated_and_finished_equals_uninterrupted(tmp_path: Path) -> 
         finetune(model, data, SHORT, out, [0, 1], say=hear)
     assert stopped.value.code == 143
     assert [numbers(Result(**row["result"])) for row in Ledger(out).rows()] == [numbers(whole[0])]
-    assert told[-1] == "[2/2] SIGTERM: stopped at step 1; the same command goes on from there"
+    assert told[-1] == "[2/2] SIGTERM: stopped at step 1; the same command resumes from there"
     assert [path.name for path in (out / "state").glob("*/*")] == ["step_1"]
     results = finetune(model, data, SHORT, out, [0, 1], say=quiet)
     assert [numbers(result) for result in results] == [numbers(result) for result in whole]

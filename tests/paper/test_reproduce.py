@@ -141,7 +141,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(
         days.append(int(shown.replace(",", "")))
     assert 0 < days[1] < 0.8 * days[0]
     assert main(command("fig1", store, tmp_path / "cut")) == 0
-    assert "going on from step " in capsys.readouterr().out
+    assert "resuming from step " in capsys.readouterr().out
     keys = ("val_loss", "step", "tokens")
     whole, cut = (Ledger(tmp_path / name).rows()[0]["result"] for name in ("whole", "cut"))
     assert [whole[key] for key in keys] == [cut[key] for key in keys]

@@ -205,7 +205,7 @@ def test_resume_is_bitwise(
     capsys.readouterr()
     pretrain("tiny", config(), str(store), str(out))
     printed = capsys.readouterr().out
-    assert (f"going on from step {cut - cut % 2}\n" in printed) == (cut > 1)  # else there is no checkpoint yet
+    assert (f"resuming from step {cut - cut % 2}\n" in printed) == (cut > 1)  # else there is no checkpoint yet
     assert_same(out, whole)
 
 
@@ -311,10 +311,10 @@ def test_sigkill_and_sigterm_leave_a_run_that_goes_on(
     asked = start(store, cut, after=2, device=device)
     asked.send_signal(signal.SIGTERM)
     output = release(asked, cut, code=143)
-    assert "going on from step 4\n" in output
+    assert "resuming from step 4\n" in output
     assert "SIGTERM: saved at step 7;" in output
     pretrain("tiny", config(runtime={"device": device}), str(store), str(cut))
-    assert "going on from step 7\n" in capsys.readouterr().out
+    assert "resuming from step 7\n" in capsys.readouterr().out
     if device == "cpu":
         assert_same(cut, whole)
     losses = [[row["loss"] for row in rows(run) if row["kind"] == "train"] for run in (cut, whole)]
@@ -373,7 +373,7 @@ def test_a_damaged_checkpoint_is_passed_over(
         (newest / "checksums.json").unlink()
     pretrain("tiny", config(), str(store), str(run))
     assert "going back to the one before" in caplog.text
-    assert "going on from step 4\n" in capsys.readouterr().out
+    assert "resuming from step 4\n" in capsys.readouterr().out
     assert_same(run, whole)
 
 

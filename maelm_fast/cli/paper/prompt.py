@@ -1,6 +1,6 @@
 """`maelm-fast paper prompt TASK... --model DIR --data DIR --out OUT`: zero-shot and few-shot, as Table 7.
 
-Started again, by hand or beside itself, the command goes on with what is not finished; see
+Started again, by hand or beside itself, the command resumes what is not finished; see
 maelm_fast/finetuning/prompting/run.py for the files.
 """
 
@@ -120,7 +120,7 @@ def main(argv: list[str]) -> int:
     print("\n" + write_report(plan, out, about, printed) + "\n")
     print(f"{out / REPORT}, {RESULTS}")
     if stopped is not None:
-        print("stopped; the same command goes on")
+        print("stopped; the same command resumes")
         raise stopped
     return 0
 

@@ -176,7 +176,7 @@ def _write(path: Path, predictions: list[dict[str, Any]]) -> None:
         path.parent.mkdir(exist_ok=True)
         write_text(path, "".join(json.dumps(row) + "\n" for row in predictions))
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; the same command goes on") from None
+        raise UserError(f"cannot write {path}: {error.strerror}; the same command resumes") from None
 
 
 class Worker(queue.Worker[Unit]):
