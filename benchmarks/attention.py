@@ -71,10 +71,15 @@ ROUNDS = {"cpu": 2, "cuda": 5}
 CONTESTANTS = {
     "cpu": {"ours": "native", "grouped": "grouped", "reference": "reference", "sdpa": "sdpa"},
     "cuda": {
-        "ours": "triton", "torch varlen": "torch", "flash-attn": "flash", "flex": "flex", "cudnn": "cudnn",
-        "sdpa": "sdpa", "xformers": "xformers",
+        "ours": "triton",
+        "torch varlen": "torch",
+        "flash-attn": "flash",
+        "flex": "flex",
+        "cudnn": "cudnn",
+        "sdpa": "sdpa",
+        "xformers": "xformers",
     },
-}  # fmt: skip
+}
 DENSE = ("cudnn", "sdpa")
 YARDSTICK = {"cpu": "reference", "cuda": "torch varlen"}
 PHASES = {"fwd+bwd": 3.5, "fwd": 1.0, "bwd": 2.5, "once": 0.0}  # FLOPs, times those of a forward pass
@@ -229,9 +234,15 @@ def contestant(name: str, backend: str, work: Work) -> Contestant:
 
     def forward() -> Tensor:
         return ops.attention(
-            work.q, work.k, work.v, work.layout, None if plain else kept or work.bias(),
-            dropout_p=0.0 if plain else work.dropout, seed=work.seed, backend=backend,
-        )  # fmt: skip
+            work.q,
+            work.k,
+            work.v,
+            work.layout,
+            None if plain else kept or work.bias(),
+            dropout_p=0.0 if plain else work.dropout,
+            seed=work.seed,
+            backend=backend,
+        )
 
     wanted = [work.q, work.k, work.v] + ([] if line is None else [line])
     same = not plain or (work.line is None and work.dropout == 0.0)
@@ -332,11 +343,20 @@ def measured(setting: Setting, rounds: int) -> Iterator[Row]:
 
     def row(name: str, phase: str | None, skipped: str | None, **fields: Any) -> Row:
         return {
-            "case": setting.name, "bias": setting.bias, "dropout": setting.dropout, "phase": phase,
-            "contestant": names[name], "backend": CONTESTANTS[setting.device][name], "sequences": len(lengths),
-            "tokens": sum(lengths), "heads": HEADS, "head_dim": HEAD_DIM,
-            "dtype": str(DTYPE[setting.device]).removeprefix("torch."), "rounds": rounds, "skipped": skipped,
-        } | fields  # fmt: skip
+            "case": setting.name,
+            "bias": setting.bias,
+            "dropout": setting.dropout,
+            "phase": phase,
+            "contestant": names[name],
+            "backend": CONTESTANTS[setting.device][name],
+            "sequences": len(lengths),
+            "tokens": sum(lengths),
+            "heads": HEADS,
+            "head_dim": HEAD_DIM,
+            "dtype": str(DTYPE[setting.device]).removeprefix("torch."),
+            "rounds": rounds,
+            "skipped": skipped,
+        } | fields
 
     try:
         torch._dynamo.reset()  # FlexAttention shall be compiled for this case's shapes, not for any shape
@@ -362,12 +382,17 @@ def measured(setting: Setting, rounds: int) -> Iterator[Row]:
             if one.name in skipped:
                 continue
             yield row(
-                one.name, phase, None, gate=float(f"{furthest:.2g}"), kernel=kernels[one.name],
-                from_ours=None if apart is None else float(f"{apart:.2g}"), ms=quartiles([1000 * s for s in seconds]),
+                one.name,
+                phase,
+                None,
+                gate=float(f"{furthest:.2g}"),
+                kernel=kernels[one.name],
+                from_ours=None if apart is None else float(f"{apart:.2g}"),
+                ms=quartiles([1000 * s for s in seconds]),
                 tflop_per_s=quartiles([factor * setting.flops / s / 1e12 for s in seconds]),
                 yardstick=YARDSTICK[setting.device] if base else None,
                 ratio=quartiles([b / s for b, s in zip(base, seconds, strict=True)]) if base else None,
-            )  # fmt: skip
+            )
 
 
 def longest_kernel(one: Contestant, device: str) -> str | None:
@@ -443,10 +468,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device is visible")
     machine = environment(device)
-    print(f"{machine['device']}, {machine['threads']} threads, load {machine['load']}, torch {machine['torch']}, "
-          f"commit {machine['commit']}")  # fmt: skip
-    print(f"{HEADS} heads of {HEAD_DIM}, {str(DTYPE[device]).removeprefix('torch.')}, {rounds} rounds; milliseconds "
-          f"[quartiles], TFLOP/s, times {YARDSTICK[device]} [quartiles]")  # fmt: skip
+    print(
+        f"{machine['device']}, {machine['threads']} threads, load {machine['load']}, torch {machine['torch']}, "
+        f"commit {machine['commit']}"
+    )
+    print(
+        f"{HEADS} heads of {HEAD_DIM}, {str(DTYPE[device]).removeprefix('torch.')}, {rounds} rounds; milliseconds "
+        f"[quartiles], TFLOP/s, times {YARDSTICK[device]} [quartiles]"
+    )
     ours_failed = False
     # A compiled backward pass refuses to be walked twice, unless it is told not to reuse what the forward pass kept. It
     # asks on the thread it runs in, and a configuration holds for one thread: hence no others.

@@ -48,9 +48,12 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     copy, *taken = turns([*calls, *(multiply(p, device, dtype) for p in products)], device, options.rounds)
     seconds = dict(zip(products, taken, strict=True))
     shared = environment(device) | {
-        "precision": options.precision, "batch": options.batch, "seq": options.seq, "rate": options.rate,
+        "precision": options.precision,
+        "batch": options.batch,
+        "seq": options.seq,
+        "rate": options.rate,
         "rounds": options.rounds,
-    }  # fmt: skip
+    }
     rows: list[dict[str, object]] = [
         shared | {"ceiling": "copy", "per_s": quartiles([2 * source.nbytes / s / 1e9 for s in copy]), "unit": "GB/s"}
     ]

@@ -19,10 +19,14 @@ from pathlib import Path
 from typing import Any
 
 KINDS = {
-    "products": ("mma", "ldmatrix"), "exponentials": ("ex2",), "shuffles": ("shfl", "redux", "vote"),
-    "shared": ("ld.shared", "st.shared"), "global": ("ld.global", "st.global", "red.global", "atom.global", "cp.async"),
-    "barriers": ("bar",), "moves": ("mov", "cvta", "ld.param"),
-}  # fmt: skip
+    "products": ("mma", "ldmatrix"),
+    "exponentials": ("ex2",),
+    "shuffles": ("shfl", "redux", "vote"),
+    "shared": ("ld.shared", "st.shared"),
+    "global": ("ld.global", "st.global", "red.global", "atom.global", "cp.async"),
+    "barriers": ("bar",),
+    "moves": ("mov", "cvta", "ld.param"),
+}
 """What is none of these is arithmetic."""
 
 
@@ -65,18 +69,26 @@ def counted(case: Case) -> Iterator[dict[str, Any]]:
     if case.op == "attention":
         bias = ops.PositionBias(inputs["line"], inputs["positions"]) if case.bias else None
         out = ops.attention(
-            inputs["q"], inputs["k"], inputs["v"], inputs["layout"], bias, dropout_p=0.1 if case.dropout else 0.0,
-            seed=inputs["seed"], place=1, backend="triton",
-        )  # fmt: skip
+            inputs["q"],
+            inputs["k"],
+            inputs["v"],
+            inputs["layout"],
+            bias,
+            dropout_p=0.1 if case.dropout else 0.0,
+            seed=inputs["seed"],
+            place=1,
+            backend="triton",
+        )
     else:
         out = entry.call(inputs, "triton")
     if leaves:
         torch.autograd.grad(out.sum(), leaves, allow_unused=True)
     units = {
-        "attention": ("score", setting.heads * setting.visible**2), "mask_and_pack": ("token", setting.slots),
+        "attention": ("score", setting.heads * setting.visible**2),
+        "mask_and_pack": ("token", setting.slots),
         "feed_forward": ("element", setting.visible * setting.ffn),
         "masked_cross_entropy": ("element", setting.masked * setting.vocab),
-    }  # fmt: skip
+    }
     unit, number = units.get(case.op, ("element", setting.visible * setting.width))
     for kernel, counts in RECORD.counts.items():
         if kernel in LEFT_OUT:
@@ -86,12 +98,16 @@ def counted(case: Case) -> Iterator[dict[str, Any]]:
             kinds[next((kind for kind, names in KINDS.items() if name in names), "arithmetic")] += issued
         traffic = counts.traffic
         yield {
-            "triton": triton.__version__, "kernel": kernel.strip("_").removesuffix("_kernel"), "shape": case.shape,
-            "dropout": case.dropout, "bias": case.bias, "unit": unit,
+            "triton": triton.__version__,
+            "kernel": kernel.strip("_").removesuffix("_kernel"),
+            "shape": case.shape,
+            "dropout": case.dropout,
+            "bias": case.bias,
+            "unit": unit,
             "instructions": {kind: round(32 * n / number, 3) for kind, n in sorted(kinds.items())},
             "wavefronts": ratio(traffic["wavefronts"], traffic["ideal wavefronts"]),
             "sectors": ratio(traffic["sectors"], traffic["requests"]),
-        }  # fmt: skip
+        }
 
 
 def ratio(count: int, of: int) -> float | None:
@@ -115,9 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows = [machine | row for row in counted(case)]
             for row in rows:
                 extra = f"{', dropout' if row['dropout'] else ''}{', bias' if row['bias'] else ''}"
-                print(f"{row['kernel']:24} {row['shape']}{extra}: {sum(row['instructions'].values()):.1f} per "
-                      f"{row['unit']} {row['instructions']}, wavefronts {row['wavefronts']}, sectors {row['sectors']}",
-                      flush=True)  # fmt: skip
+                print(
+                    f"{row['kernel']:24} {row['shape']}{extra}: {sum(row['instructions'].values()):.1f} per "
+                    f"{row['unit']} {row['instructions']}, wavefronts {row['wavefronts']}, sectors {row['sectors']}",
+                    flush=True,
+                )
             if options.out:
                 append_rows(options.out, rows)
     return 0

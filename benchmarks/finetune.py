@@ -37,15 +37,15 @@ from numpy.typing import NDArray
 from benchmarks.measure import append_rows, environment, quartiles
 from benchmarks.train_step import spread, transformers_version
 from maelm_fast import presets
-from maelm_fast.analysis.huggingface import quiet
 from maelm_fast.config import require
 from maelm_fast.data.corpus import embedded_corpus
 from maelm_fast.data.tokenizer import train_tokenizer
+from maelm_fast.encoders import PackedEncoder, load_encoder, padded, padded_places, seeded
 from maelm_fast.errors import UserError
 from maelm_fast.export.huggingface import export
+from maelm_fast.export.library import quiet, set_dropout
 from maelm_fast.finetuning.batches import token_batch
 from maelm_fast.finetuning.config import FinetuneConfig
-from maelm_fast.finetuning.encoders import PackedEncoder, load_encoder, padded, padded_places, seeded, set_dropout
 from maelm_fast.finetuning.examples import Examples, SpanExamples, TaskData, read_task
 from maelm_fast.finetuning.heads import SequenceModel
 from maelm_fast.finetuning.metrics import evaluate
@@ -176,18 +176,33 @@ class Comparison:
 
         with tempfile.TemporaryDirectory() as scratch:
             arguments = TrainingArguments(
-                scratch, per_device_train_batch_size=config.batch_size, num_train_epochs=config.epochs,
-                learning_rate=config.lr, warmup_steps=int(config.warmup * steps), weight_decay=config.weight_decay,
-                adam_beta1=config.betas[0], adam_beta2=config.betas[1], adam_epsilon=config.eps,
-                max_grad_norm=config.clip_norm, seed=seed, bf16=self.precision == "bf16",
-                use_cpu=self.device.type == "cpu", save_strategy="no", logging_strategy="no", report_to=[],
-                disable_tqdm=True, per_device_eval_batch_size=64,
+                scratch,
+                per_device_train_batch_size=config.batch_size,
+                num_train_epochs=config.epochs,
+                learning_rate=config.lr,
+                warmup_steps=int(config.warmup * steps),
+                weight_decay=config.weight_decay,
+                adam_beta1=config.betas[0],
+                adam_beta2=config.betas[1],
+                adam_epsilon=config.eps,
+                max_grad_norm=config.clip_norm,
+                seed=seed,
+                bf16=self.precision == "bf16",
+                use_cpu=self.device.type == "cpu",
+                save_strategy="no",
+                logging_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+                per_device_eval_batch_size=64,
                 train_sampling_strategy="group_by_length" if grouped else "random",
-            )  # fmt: skip
+            )
             trainer = Trainer(
-                self._their_model(seed), arguments, DataCollatorWithPadding(tokenizer),
-                rows(self.problem.train.ids, self.data.train.labels), processing_class=tokenizer,
-            )  # fmt: skip
+                self._their_model(seed),
+                arguments,
+                DataCollatorWithPadding(tokenizer),
+                rows(self.problem.train.ids, self.data.train.labels),
+                processing_class=tokenizer,
+            )
             with contextlib.redirect_stdout(io.StringIO()):
                 began = time.perf_counter()
                 with quiet():
@@ -211,13 +226,24 @@ def compare(comparison: Comparison, names: Sequence[str], rounds: int, told: Cal
     lengths, config = comparison.problem.train.lengths, comparison.config
     device = comparison.device.type
     shared = environment(device) | {
-        "date": datetime.now(UTC).isoformat(timespec="milliseconds"), "transformers": transformers_version(),
-        "precision": comparison.precision, "task": comparison.data.task.name, "model": comparison.path.resolve().name,
-        "hidden_size": comparison.encoder.hidden_size, "layers": comparison.encoder.config.num_layers,
-        "batch": config.batch_size, "examples": len(lengths), "epochs": config.epochs, "dropout": config.dropout,
-        "lr": config.lr, "mean_length": round(statistics.mean(lengths), 2), "longest": max(lengths), "rounds": rounds,
-        "gate": difference, "metric": comparison.data.task.metric,
-    }  # fmt: skip
+        "date": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "transformers": transformers_version(),
+        "precision": comparison.precision,
+        "task": comparison.data.task.name,
+        "model": comparison.path.resolve().name,
+        "hidden_size": comparison.encoder.hidden_size,
+        "layers": comparison.encoder.config.num_layers,
+        "batch": config.batch_size,
+        "examples": len(lengths),
+        "epochs": config.epochs,
+        "dropout": config.dropout,
+        "lr": config.lr,
+        "mean_length": round(statistics.mean(lengths), 2),
+        "longest": max(lengths),
+        "rounds": rounds,
+        "gate": difference,
+        "metric": comparison.data.task.metric,
+    }
     for name in names:
         own = [outcome.examples_per_s for outcome in outcomes[name]]
         ratios = {
@@ -266,9 +292,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         require(not unknown and names[0] == "ours", f"contestants are {', '.join(CONTESTANTS)}; ours comes first")
         require(options.rounds >= 1 and options.examples >= 1, "--rounds and --examples must be at least 1")
         config = FinetuneConfig(
-            lr=options.lr, epochs=1, batch_size=options.batch, dropout=options.dropout, device=options.device,
+            lr=options.lr,
+            epochs=1,
+            batch_size=options.batch,
+            dropout=options.dropout,
+            device=options.device,
             precision=options.precision,
-        )  # fmt: skip
+        )
         data = (
             read_task(get(options.task), options.data, limit=options.examples)
             if options.data

@@ -30,9 +30,13 @@ SEQUENCES = 8  # at most
 KERNEL_SEQUENCES = {"cpu": 2, "cuda": 8}  # likewise, where float64 is computed too
 COMPILED_LAYERS = 2
 PLAIN = BackendConfig(
-    embed_packed="reference", attention="reference", add_norm="reference", feed_forward="reference",
-    scatter_to_decoder="reference", masked_cross_entropy="reference",
-)  # fmt: skip
+    embed_packed="reference",
+    attention="reference",
+    add_norm="reference",
+    feed_forward="reference",
+    scatter_to_decoder="reference",
+    masked_cross_entropy="reference",
+)
 
 
 def gate(name: str, settings: Settings) -> dict[str, float]:

@@ -65,7 +65,7 @@ GOALS = (
     Goal(BASE, "hf_compiled", 1.3, "gpu"),
     Goal(BASE, "padded", 3.0, "gpu"),
     Goal(BASE, "hf", 2.0, "cpu"),  # set for bf16; a CPU without its instructions is held to it in fp32
-)  # fmt: skip
+)
 # On a GPU, with bias, 435 of 512 positions, forward and backward; over FlexAttention by the medians of milliseconds.
 ATTENTION_GOAL, ATTENTION_STRETCH, FLEX_GOAL = 0.75, 0.9, 1.5
 LOADER_GOAL = 20  # million tokens/s and core

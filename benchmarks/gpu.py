@@ -59,7 +59,7 @@ def targets() -> dict[str, list[Step]]:
     return {
         "gate": [
             Step("build", ["benchmarks.gpu", "build"], 0.7, 1.5),
-            Step("kernels", [*tests, "tests/ops", "--ignore", peers], 1.0, 2.0),
+            Step("kernels", [*tests, "tests/ops", "--ignore", peers], *((1.0, 2.0) if workers else (2.5, 4.0))),
             Step("updates", [*on_gpu, "tests/gpu/test_updates.py", "tests/training/test_step.py"], 0.7, 1.5),
         ],
         "headline": [train_step("bias", *presets, bias, 3.5, 4.5), train_step("neither", *presets, neither, 2.5, 3.0)],
@@ -68,16 +68,26 @@ def targets() -> dict[str, list[Step]]:
             # in settings of their own: of a setting the newest run counts
             train_step("update", "base,base_accumulated,base_graph", "", (*bias[:3], "off"), 1.0, 1.3),
             train_step("eager", "base", "hf,hf_eager,padded", bias, 0.7, 0.9, batch=64),
-            Step("ops", "benchmarks.ops --device cuda --dtype bf16 --sequences 256".split(), 1.5, 1.8,
-                 "ops_cuda.jsonl"),
-            Step("ceilings", "benchmarks.ceilings --device cuda --batch 256 --rounds 3".split(), 0.4, 0.6,
-                 "ceilings_cuda.jsonl"),
-            Step("runs", [*on_gpu, "tests/gpu/test_runs.py", "tests/gpu/test_streams.py", "tests/training/test_run.py"],
-                 0.6, 0.9),
+            Step(
+                "ops", "benchmarks.ops --device cuda --dtype bf16 --sequences 256".split(), 1.5, 1.8, "ops_cuda.jsonl"
+            ),
+            Step(
+                "ceilings",
+                "benchmarks.ceilings --device cuda --batch 256 --rounds 3".split(),
+                0.4,
+                0.6,
+                "ceilings_cuda.jsonl",
+            ),
+            Step(
+                "runs",
+                [*on_gpu, "tests/gpu/test_runs.py", "tests/gpu/test_streams.py", "tests/training/test_run.py"],
+                0.6,
+                0.9,
+            ),
             Step("peers", [*tests, peers], 0.5, 0.7),
             Step("sanitizer", [*on_gpu, "tests/gpu/test_sanitizer.py"], 0.9, 1.2),
         ],
-    }  # fmt: skip
+    }
 
 
 def train_step(
@@ -122,10 +132,15 @@ def carry_out(step: Step, results: Path) -> str:
     with (
         (results / "gpu.log").open("a", encoding="utf-8") as log,
         subprocess.Popen(
-            step.words(results), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            errors="replace", start_new_session=True,
+            step.words(results),
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
         ) as process,
-    ):  # fmt: skip
+    ):
         timers = [
             threading.Timer(60 * step.limit, os.killpg, (process.pid, signal.SIGINT)),
             threading.Timer(60 * step.limit + GRACE, os.killpg, (process.pid, signal.SIGKILL)),

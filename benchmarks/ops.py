@@ -141,10 +141,16 @@ def op_rows(entry: Entry, setting: Setting, rounds: int, bandwidth: float) -> It
 
     def row(contestant: str, backend: str, phase: str, skipped: str | None, **fields: Any) -> Row:
         return {
-            "op": entry.name, "phase": phase, "contestant": contestant, "backend": backend,
-            "dtype": str(setting.dtype).removeprefix("torch."), "sequences": setting.sequences,
-            "length": setting.length, "width": setting.width, "skipped": skipped,
-        } | fields  # fmt: skip
+            "op": entry.name,
+            "phase": phase,
+            "contestant": contestant,
+            "backend": backend,
+            "dtype": str(setting.dtype).removeprefix("torch."),
+            "sequences": setting.sequences,
+            "length": setting.length,
+            "width": setting.width,
+            "skipped": skipped,
+        } | fields
 
     try:
         furthest = gate(entry, setting)
@@ -162,11 +168,15 @@ def op_rows(entry: Entry, setting: Setting, rounds: int, bandwidth: float) -> It
         for one, seconds in able:
             moved = entry.moved(setting)[index] if entry.moved else None
             yield row(
-                one.name, one.backend, phase, None, gate=float(f"{furthest:.2g}"),
+                one.name,
+                one.backend,
+                phase,
+                None,
+                gate=float(f"{furthest:.2g}"),
                 ms=quartiles([1000 * s for s in seconds]),
                 ratio=quartiles([b / s for b, s in zip(base, seconds, strict=True)]) if base else None,
                 copy_share=round(moved / statistics.median(seconds) / bandwidth, 3) if moved else None,
-            )  # fmt: skip
+            )
 
 
 def listing(entry: Entry, device: str) -> str:
@@ -269,10 +279,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = environment(options.device)
     bandwidth = copy_bandwidth(options.device)
     machine["copy_gb_per_s"] = round(bandwidth / 1e9, 1)
-    print(f"{machine['device']}, {machine['threads']} threads, load {machine['load']}, torch {machine['torch']}, "
-          f"commit {machine['commit']}; copy {machine['copy_gb_per_s']} GB/s")  # fmt: skip
-    print(f"{setting.sequences} x {setting.length} tokens, width {setting.width}, {options.dtype}, {options.rounds} "
-          f"rounds; median [quartiles]")  # fmt: skip
+    print(
+        f"{machine['device']}, {machine['threads']} threads, load {machine['load']}, torch {machine['torch']}, "
+        f"commit {machine['commit']}; copy {machine['copy_gb_per_s']} GB/s"
+    )
+    print(
+        f"{setting.sequences} x {setting.length} tokens, width {setting.width}, {options.dtype}, {options.rounds} "
+        f"rounds; median [quartiles]"
+    )
     print(HEAD)
     ours_failed = False
     rows: Iterator[Row] = (r for name in names for r in op_rows(ENTRIES[name], setting, options.rounds, bandwidth))

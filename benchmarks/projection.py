@@ -71,20 +71,30 @@ class Card:
 
 CARDS = {
     "a100": Card(
-        "NVIDIA A100 80 GB SXM", 80, 312e12, 2039e9, 108, 1.41e9,
+        "NVIDIA A100 80 GB SXM",
+        80,
+        312e12,
+        2039e9,
+        108,
+        1.41e9,
         (Share(0.65, "assumed"), Share(0.75, "assumed; whole steps of this width reach 0.56 (llm.c)")),
         Share(0.83, "assumed: a copy at 1.7 TB/s"),
         Share(0.42, "FlashAttention-2, head 64, 512: 132 of 312 TFLOP/s with 7 products, observed elsewhere"),
         Share(0.42, "no GPU has run it: assumed as FlashAttention-2's share of the matrix units"),
     ),
     "h200": Card(
-        "NVIDIA H200 141 GB SXM", 90, 989e12, 4800e9, 132, 1.755e9,
+        "NVIDIA H200 141 GB SXM",
+        90,
+        989e12,
+        4800e9,
+        132,
+        1.755e9,
         (Share(0.55, "assumed"), Share(0.66, "assumed; 8192^3 reaches 0.78 to 0.81, observed elsewhere")),
         Share(0.90, "a copy at 4.3 TB/s, observed elsewhere"),
         Share(0.22, "FlashAttention-2, head 64, 512: 215 of 989 TFLOP/s with 7 products, observed elsewhere"),
         Share(0.35, "no GPU has run it: assumed as FlashAttention-2's share of our plain kernels' slots: 0.34 of 0.97"),
     ),
-}  # fmt: skip
+}
 OF_COPY = Share(0.75, "design goal for row kernels; apex's LayerNorm reached 75-81% of an A100's data sheet")
 
 # Instructions a score of kernels/attention.py, by architecture and kernel: plain, with bias, more in a near tile, more
@@ -392,13 +402,21 @@ def projected(model: str, options: argparse.Namespace, card: Card) -> Row:
     taken = [sum(ms[i] for ms in ranges.values()) / 1000 for i in range(2)]
     flops = training_flops(config, *lengths)
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": environment("cpu")["commit"],
-        "device": card.name, "model": model, "precision": "bf16", "batch": options.batch, "seq": options.seq,
-        "rate": options.rate, "dropout": options.dropout, "bias": config.relative_bias,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": environment("cpu")["commit"],
+        "device": card.name,
+        "model": model,
+        "precision": "bf16",
+        "batch": options.batch,
+        "seq": options.seq,
+        "rate": options.rate,
+        "dropout": options.dropout,
+        "bias": config.relative_bias,
         "products": [bound.share for bound in card.products],
         "tokens_per_s": [round(sum(lengths.original) / s) for s in taken],
-        "mfu": [round(flops / s / card.peak, 4) for s in taken], "ms": ranges,
-    }  # fmt: skip
+        "mfu": [round(flops / s / card.peak, 4) for s in taken],
+        "ms": ranges,
+    }
 
 
 def lines(card: Card, rows: Sequence[Row]) -> Iterator[str]:
@@ -411,8 +429,9 @@ def lines(card: Card, rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         speed, mfu = row["tokens_per_s"], row["mfu"]
         yield f"{row['model']}: {speed[0]:,} to {speed[1]:,} tokens/s, MFU {mfu[0]:.1%} to {mfu[1]:.1%}; ms by class:"
-        yield "  " + ", ".join(f"{kind} {' to '.join(f'{x:.1f}' for x in dict.fromkeys(ms))}"
-                               for kind, ms in row["ms"].items())  # fmt: skip
+        yield "  " + ", ".join(
+            f"{kind} {' to '.join(f'{x:.1f}' for x in dict.fromkeys(ms))}" for kind, ms in row["ms"].items()
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -172,23 +172,41 @@ def case_tables(case: Case) -> Iterator[Table]:
     speed, split = [], []
     for name, row in case.timed.items():
         goals = [goal.verdict(row) for goal in GOALS if goal.applies(row, case.dropout, case.bias)]
-        speed.append([
-            label(case, row), spread(row["tokens_per_s"], ",.0f"),
-            *("1" if name == other else spread(row["ratios"].get(other)) for other in OVER),
-            "-" if name == "hf" else spread((row["cpu_ratios"] or {}).get("hf")), number(row["mfu"], ".1%"),
-            number(row["peak_memory_mb"], ",.0f"), number(row["joules_per_mtoken"], ",.0f"),
-            number(row["recompiles"], "g"), "; ".join(goals),
-        ])  # fmt: skip
+        speed.append(
+            [
+                label(case, row),
+                spread(row["tokens_per_s"], ",.0f"),
+                *("1" if name == other else spread(row["ratios"].get(other)) for other in OVER),
+                "-" if name == "hf" else spread((row["cpu_ratios"] or {}).get("hf")),
+                number(row["mfu"], ".1%"),
+                number(row["peak_memory_mb"], ",.0f"),
+                number(row["joules_per_mtoken"], ",.0f"),
+                number(row["recompiles"], "g"),
+                "; ".join(goals),
+            ]
+        )
         ms = {phase: 1000 * seconds for phase, seconds in (row["seconds"] or {}).items()}
         kernels = row["kernels"] or {}
-        split.append([
-            label(case, row), *(number(ms.get(phase), ",.1f") for phase in PHASES),
-            *(number(kernels.get(kind), ".0%") for kind in CLASSES),
-        ])  # fmt: skip
+        split.append(
+            [
+                label(case, row),
+                *(number(ms.get(phase), ",.1f") for phase in PHASES),
+                *(number(kernels.get(kind), ".0%") for kind in CLASSES),
+            ]
+        )
     row = case.shared
     title = f"{row['device']}, {row['precision']}, {batch(row)}, {row['rate']:.0%} masked, {case.regularisation}"
-    header = ["model", "tokens/s", *(f"over {other}" for other in OVER), "over hf, CPU seconds", "MFU", "peak MB",
-              "J per 1M tokens", "recompiles", "goal"]  # fmt: skip
+    header = [
+        "model",
+        "tokens/s",
+        *(f"over {other}" for other in OVER),
+        "over hf, CPU seconds",
+        "MFU",
+        "peak MB",
+        "J per 1M tokens",
+        "recompiles",
+        "goal",
+    ]
     skipped = [f"Not run: {name}, {row['skipped']}." for name, row in case.rows.items() if row["skipped"] is not None]
     yield Table(title, header, speed, [conditions(case), *skipped])
     table = Table("", ["where a step's time goes", *(f"{phase} ms" for phase in PHASES), *CLASSES], split)
@@ -212,13 +230,22 @@ def headline_tables(cases: Sequence[Case]) -> Iterator[Table]:
             over, bare = own["ratios"].get("hf"), plain.timed.get(name) if plain else None
             ratio = f"**{over['median']:.2f}x** [{over['q1']:.2f}, {over['q3']:.2f}]" if over else "-"
             memory = own["peak_memory_mb"]
-            rows.append([
-                label(case, own), spread(own["tokens_per_s"], ",.0f"), "1" if name == "hf" else ratio,
-                "-" if memory is None else f"{memory / 1024:.1f} GB",
-                "1" if bare and name == "hf" else spread(bare["ratios"].get("hf") if bare else None),
-            ])  # fmt: skip
-        header = [f"one training step, sequences of 512, {device}", "tokens/s", "over Hugging Face", "peak memory",
-                  "over Hugging Face without dropout and bias"]  # fmt: skip
+            rows.append(
+                [
+                    label(case, own),
+                    spread(own["tokens_per_s"], ",.0f"),
+                    "1" if name == "hf" else ratio,
+                    "-" if memory is None else f"{memory / 1024:.1f} GB",
+                    "1" if bare and name == "hf" else spread(bare["ratios"].get("hf") if bare else None),
+                ]
+            )
+        header = [
+            f"one training step, sequences of 512, {device}",
+            "tokens/s",
+            "over Hugging Face",
+            "peak memory",
+            "over Hugging Face without dropout and bias",
+        ]
         notes = [conditions(case), MORE]
         if plain:
             notes.insert(1, f"Last column: dropout 0, no bias, {run(plain.shared)}, load {plain.shared['load']}.")
@@ -238,12 +265,17 @@ def ops_tables(rows: Sequence[Row]) -> Iterator[Table]:
             ratios = {row["phase"]: row["ratio"] for row in own}
             shares = [row["copy_share"] for row in own if row.get("copy_share") is not None]
             ours = contestant == "ours"
-            cells.append([
-                op, backend or "" if ours else contestant,
-                *(spread(ratios.get(phase)) for phase in ("forward", "forward+backward", "host")),
-                ", ".join(f"{share:.0%}" for share in shares), own[0].get("note", ""),
-                judged("", min(shares), COPY_SHARE_GOAL) if on_gpu and ours and shares else "", run(own[0]),
-            ])  # fmt: skip
+            cells.append(
+                [
+                    op,
+                    backend or "" if ours else contestant,
+                    *(spread(ratios.get(phase)) for phase in ("forward", "forward+backward", "host")),
+                    ", ".join(f"{share:.0%}" for share in shares),
+                    own[0].get("note", ""),
+                    judged("", min(shares), COPY_SHARE_GOAL) if on_gpu and ours and shares else "",
+                    run(own[0]),
+                ]
+            )
         plain = sorted({row["op"] for row in group} - {row["op"] for row in others})
         title = f"Host code, {device}"
         command = f"python -m benchmarks.ops --device {'cuda' if on_gpu else 'cpu'}"
@@ -253,8 +285,17 @@ def ops_tables(rows: Sequence[Row]) -> Iterator[Table]:
             command += f" --width {width}"
         notes = [f"{machines(group)}; median [quartiles]; `{command}`."]
         notes += [f"Plain PyTorch is what runs: {', '.join(plain)}."] if plain else []
-        header = ["op", "runs on", "forward", "forward and backward", "times NumPy", "of copy bandwidth", "gives",
-                  "goal", "run"]  # fmt: skip
+        header = [
+            "op",
+            "runs on",
+            "forward",
+            "forward and backward",
+            "times NumPy",
+            "of copy bandwidth",
+            "gives",
+            "goal",
+            "run",
+        ]
         if cells:
             yield Table(title, header, cells, notes)
 
@@ -270,18 +311,35 @@ def attention_tables(rows: Sequence[Row]) -> Iterator[Table]:
                 ms = {row["phase"]: row["ms"] for row in own}
                 row = both.get(contestant)
                 judge = device.startswith(GPU) and case == "kept" and bias and contestant == "ours" and row
-                cells.append([
-                    f"{case}, {tokens:,} tokens, {dtype}", f"{'bias' if bias else 'no bias'}, dropout {dropout:g}",
-                    contestant, *(spread(ms.get(phase)) for phase in ("fwd", "bwd", "fwd+bwd", "once")),
-                    f"{row['tflop_per_s']['median']:.3g}" if row else "-", spread(row["ratio"] if row else None),
-                    attention_goals(both) if judge else "",
-                ])  # fmt: skip
+                cells.append(
+                    [
+                        f"{case}, {tokens:,} tokens, {dtype}",
+                        f"{'bias' if bias else 'no bias'}, dropout {dropout:g}",
+                        contestant,
+                        *(spread(ms.get(phase)) for phase in ("fwd", "bwd", "fwd+bwd", "once")),
+                        f"{row['tflop_per_s']['median']:.3g}" if row else "-",
+                        spread(row["ratio"] if row else None),
+                        attention_goals(both) if judge else "",
+                    ]
+                )
         yardstick = next((row["yardstick"] for row in on_device if row["yardstick"]), "the yardstick")
-        header = ["case", "setting", "contestant", "fwd ms", "bwd ms", "fwd+bwd ms", "once a step ms", "TFLOP/s",
-                  f"times {yardstick}", "goal"]  # fmt: skip
-        notes = [f"{machines(on_device)}, {'; '.join(sorted({run(row) for row in on_device}))}; TFLOP/s and ratio of "
-                 f"forward and backward together; median [quartiles]; `python -m benchmarks.attention --device "
-                 f"{'cuda' if device.startswith(GPU) else 'cpu'}`."]  # fmt: skip
+        header = [
+            "case",
+            "setting",
+            "contestant",
+            "fwd ms",
+            "bwd ms",
+            "fwd+bwd ms",
+            "once a step ms",
+            "TFLOP/s",
+            f"times {yardstick}",
+            "goal",
+        ]
+        notes = [
+            f"{machines(on_device)}, {'; '.join(sorted({run(row) for row in on_device}))}; TFLOP/s and ratio of "
+            f"forward and backward together; median [quartiles]; `python -m benchmarks.attention --device "
+            f"{'cuda' if device.startswith(GPU) else 'cpu'}`."
+        ]
         longest = {row["contestant"]: row["kernel"] for row in on_device if row.get("kernel")}
         notes += [f"Most of the time: {', '.join(f'{who}: `{kernel}`' for who, kernel in longest.items())}."] * bool(
             longest
@@ -293,10 +351,12 @@ def attention_goals(both: Mapping[str, Row]) -> str:
     """both: forward and backward, by contestant."""
     own, flex = both["ours"], both.get("flex")
     over_flex = flex["ms"]["median"] / own["ms"]["median"] if flex else None
-    return "; ".join([
-        judged("plain varlen ", own["ratio"] and own["ratio"]["median"], ATTENTION_GOAL, ATTENTION_STRETCH),
-        judged("flex ", over_flex, FLEX_GOAL),
-    ])  # fmt: skip
+    return "; ".join(
+        [
+            judged("plain varlen ", own["ratio"] and own["ratio"]["median"], ATTENTION_GOAL, ATTENTION_STRETCH),
+            judged("flex ", over_flex, FLEX_GOAL),
+        ]
+    )
 
 
 def projection_tables(rows: Sequence[Row]) -> Iterator[Table]:
@@ -309,14 +369,21 @@ def projection_tables(rows: Sequence[Row]) -> Iterator[Table]:
         for row in group:
             speed, mfu = row["tokens_per_s"], row["mfu"]
             ms = [" to ".join(f"{x:.3g}" for x in dict.fromkeys(row["ms"][kind])) for kind in CLASSES]
-            cells.append([
-                LABELS.get(row["model"], f"`{row['model']}`"), regularisation(row["dropout"], row["bias"]),
-                f"{speed[0]:,} to {speed[1]:,}", f"{mfu[0]:.1%} to {mfu[1]:.1%}", *ms,
-            ])  # fmt: skip
+            cells.append(
+                [
+                    LABELS.get(row["model"], f"`{row['model']}`"),
+                    regularisation(row["dropout"], row["bias"]),
+                    f"{speed[0]:,} to {speed[1]:,}",
+                    f"{mfu[0]:.1%} to {mfu[1]:.1%}",
+                    *ms,
+                ]
+            )
         header = ["model", "setting", "tokens/s", "MFU", *(f"{kind} ms" for kind in CLASSES)]
         least, largest = group[0]["products"]
-        notes = [f"Counted work over what the device can do, launch by launch; products at {least:g} to {largest:g} of "
-                 f"the peak; {run(group[-1])}; `python -m benchmarks.projection`."]  # fmt: skip
+        notes = [
+            f"Counted work over what the device can do, launch by launch; products at {least:g} to {largest:g} of "
+            f"the peak; {run(group[-1])}; `python -m benchmarks.projection`."
+        ]
         title = f"Projection, not a measurement: {device}, {precision}, {batch(group[0])}, {rate:.0%} masked"
         yield Table(title, header, cells, notes)
 
@@ -333,14 +400,32 @@ def loader_tables(rows: Sequence[Row]) -> Iterator[Table]:
                 if row["micro_batch"] != most or (row["workers"] and row["store_bytes"] != largest):
                     continue
                 millions = {name: value / 1e6 for name, value in row["tokens_per_s_per_core"].items()}
-                cells.append([
-                    f"{mode}, {row['store_bytes'] / 1e6:,.0f} MB", row["masks"], f"{row['micro_batch']:g}",
-                    f"{row['workers']:g}", spread(millions, ".1f"), f"{row['fill']['all']:.1%}",
-                    number(row["rss_anon_mb"], ",.0f"), number(row["major_faults"], "g"),
-                    judged("", millions["median"], LOADER_GOAL), run(row),
-                ])  # fmt: skip
-        header = ["store", "masks", "micro-batch", "loader processes", "M tokens/s and core", "fill", "own MB",
-                  "disk reads", "goal", "run"]  # fmt: skip
+                cells.append(
+                    [
+                        f"{mode}, {row['store_bytes'] / 1e6:,.0f} MB",
+                        row["masks"],
+                        f"{row['micro_batch']:g}",
+                        f"{row['workers']:g}",
+                        spread(millions, ".1f"),
+                        f"{row['fill']['all']:.1%}",
+                        number(row["rss_anon_mb"], ",.0f"),
+                        number(row["major_faults"], "g"),
+                        judged("", millions["median"], LOADER_GOAL),
+                        run(row),
+                    ]
+                )
+        header = [
+            "store",
+            "masks",
+            "micro-batch",
+            "loader processes",
+            "M tokens/s and core",
+            "fill",
+            "own MB",
+            "disk reads",
+            "goal",
+            "run",
+        ]
         notes = [f"{machines(group)}; median [quartiles]; `python -m benchmarks.loader`."]
         yield Table(f"Loader, {device}", header, cells, notes)
 
@@ -354,19 +439,25 @@ def finetune_tables(rows: Sequence[Row]) -> Iterator[Table]:
             name, results = row["contestant"], row["results"]
             over = ours["ratios"].get(name)
             judge = name == "hf" and place(row) == "cpu"
-            cells.append([
-                TRAINERS[name], spread(row["examples_per_s"], ",.0f"), spread(over),
-                f"{statistics.median(results):.1f} [{min(results):.1f}, {max(results):.1f}]",
-                judged("", over["median"], FINETUNE_GOAL) if judge and over else "",
-            ])  # fmt: skip
+            cells.append(
+                [
+                    TRAINERS[name],
+                    spread(row["examples_per_s"], ",.0f"),
+                    spread(over),
+                    f"{statistics.median(results):.1f} [{min(results):.1f}, {max(results):.1f}]",
+                    judged("", over["median"], FINETUNE_GOAL) if judge and over else "",
+                ]
+            )
         header = ["", "examples/s", "ours over it", f"{first['metric']} on the development set", "goal"]
         task = "sentences of SST-2's lengths" if first["task"] == "custom" else first["task"]
         shape = f"{first['layers']} layers of {first['hidden_size']}"
         title = f"Fine-tuning, {first['device']}, {first['precision']}, {shape}, {task}"
-        notes = [f"{machine(first)}, {run(first)}; {first['examples']:,} examples of {first['mean_length']} tokens on "
-                 f"average, batches of {first['batch']}, dropout {first['dropout']:g}; {first['rounds']} rounds in "
-                 f"turns, median [quartiles]; results: median [least, largest] of the rounds, each with its own seed; "
-                 f"`python -m benchmarks.finetune`."]  # fmt: skip
+        notes = [
+            f"{machine(first)}, {run(first)}; {first['examples']:,} examples of {first['mean_length']} tokens on "
+            f"average, batches of {first['batch']}, dropout {first['dropout']:g}; {first['rounds']} rounds in "
+            f"turns, median [quartiles]; results: median [least, largest] of the rounds, each with its own seed; "
+            f"`python -m benchmarks.finetune`."
+        ]
         yield Table(title, header, cells, notes)
 
 
@@ -380,16 +471,23 @@ def executed_tables(rows: Sequence[Row]) -> Iterator[Table]:
         name = f"{kernel}, {shape}{', bias' if bias else ''}{', dropout' if dropout else ''}, per {unit}"
         for row in sorted(group, key=lambda row: row["triton"], reverse=True):
             instructions = row["instructions"]
-            cells.append([
-                name, row["triton"], f"{sum(instructions.values()):.1f}",
-                *(number(instructions.get(kind), ".3g") for kind in kinds),
-                number(row["wavefronts"], ".2f"), number(row["sectors"], ".1f"),
-            ])  # fmt: skip
+            cells.append(
+                [
+                    name,
+                    row["triton"],
+                    f"{sum(instructions.values()):.1f}",
+                    *(number(instructions.get(kind), ".3g") for kind in kinds),
+                    number(row["wavefronts"], ".2f"),
+                    number(row["sectors"], ".1f"),
+                ]
+            )
     header = ["kernel, shape, unit", "Triton", "instructions", *kinds, "wavefronts over ideal", "sectors a request"]
     if cells:
-        notes = ["Counts, not times: PTX instructions of a thread for each unit, sm_80, on a CPU; one sequence "
-                 f"of 435 visible tokens of 512, bf16; {'; '.join(sorted({run(row) for row in newest}))}; "
-                 "`python -m benchmarks.executed`."]  # fmt: skip
+        notes = [
+            "Counts, not times: PTX instructions of a thread for each unit, sm_80, on a CPU; one sequence "
+            f"of 435 visible tokens of 512, bf16; {'; '.join(sorted({run(row) for row in newest}))}; "
+            "`python -m benchmarks.executed`."
+        ]
         yield Table("", header, cells, notes)
 
 
@@ -401,9 +499,13 @@ def tables(results: Results, region: str) -> list[Table]:
         return [table for case in results.cases for table in case_tables(case)]
     rows = results.rows.get(region, [])
     makers = {
-        "ops": ops_tables, "attention": attention_tables, "loader": loader_tables,
-        "projection": projection_tables, "finetune": finetune_tables, "executed": executed_tables,
-    }  # fmt: skip
+        "ops": ops_tables,
+        "attention": attention_tables,
+        "loader": loader_tables,
+        "projection": projection_tables,
+        "finetune": finetune_tables,
+        "executed": executed_tables,
+    }
     return list(makers[region](rows))
 
 

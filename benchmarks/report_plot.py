@@ -65,9 +65,17 @@ def draw_speed(axis: Any, cases: Sequence[Case]) -> None:
         x = [names.index(name) + (i - (len(cases) - 1) / 2) * width for name in timed]
         median = [value["median"] for value in timed.values()]
         error = [[v["median"] - v["q1"] for v in timed.values()], [v["q3"] - v["median"] for v in timed.values()]]
-        axis.bar(x, median, 0.92 * width, yerr=error, label=short(case), color=COLOURS[i % len(COLOURS)],
-                 hatch=HATCHES[i % len(HATCHES)], edgecolor="white",
-                 error_kw={"elinewidth": 1.1, "capsize": 2.5})  # fmt: skip
+        axis.bar(
+            x,
+            median,
+            0.92 * width,
+            yerr=error,
+            label=short(case),
+            color=COLOURS[i % len(COLOURS)],
+            hatch=HATCHES[i % len(HATCHES)],
+            edgecolor="white",
+            error_kw={"elinewidth": 1.1, "capsize": 2.5},
+        )
     axis.set_xticks(range(len(names)), names, rotation=25, ha="right")
     axis.set_title(f"{cases[0].shared['device']}: tokens per second, median and quartiles", size=11)
     axis.set_ylabel("original tokens / s")

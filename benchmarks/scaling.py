@@ -42,19 +42,40 @@ AXES = {
 }
 LENGTHS = (128, 256, 512, 1024, 2048)
 SMALL = {
-    "hidden_size": 256, "num_heads": 4, "ffn_size": 1024, "num_layers": 4, "decoder_layers": 2, "vocab_size": 8192,
-}  # fmt: skip
+    "hidden_size": 256,
+    "num_heads": 4,
+    "ffn_size": 1024,
+    "num_layers": 4,
+    "decoder_layers": 2,
+    "vocab_size": 8192,
+}
 # By device: sequences of 512 at the base point, what differs from the preset there, and the axes' values around it.
 SWEEPS: dict[str, tuple[int, dict[str, int], dict[str, tuple[int, ...]]]] = {
-    "cpu": (4, SMALL, {
-        "seq": LENGTHS, "seq_fixed_batch": LENGTHS, "batch": (1, 2, 4, 8, 16), "width": (128, 192, 256, 384, 512),
-        "layers": (1, 2, 4, 8, 16), "vocab": (2048, 4096, 8192, 16384, 32768),
-    }),
-    "cuda": (32, {}, {
-        "seq": LENGTHS, "seq_fixed_batch": LENGTHS, "batch": (8, 16, 32, 64, 128), "width": (384, 512, 768, 1024, 1536),
-        "layers": (4, 8, 12, 18, 24), "vocab": (8192, 16384, 32768, 65536, 131072),
-    }),
-}  # fmt: skip
+    "cpu": (
+        4,
+        SMALL,
+        {
+            "seq": LENGTHS,
+            "seq_fixed_batch": LENGTHS,
+            "batch": (1, 2, 4, 8, 16),
+            "width": (128, 192, 256, 384, 512),
+            "layers": (1, 2, 4, 8, 16),
+            "vocab": (2048, 4096, 8192, 16384, 32768),
+        },
+    ),
+    "cuda": (
+        32,
+        {},
+        {
+            "seq": LENGTHS,
+            "seq_fixed_batch": LENGTHS,
+            "batch": (8, 16, 32, 64, 128),
+            "width": (384, 512, 768, 1024, 1536),
+            "layers": (4, 8, 12, 18, 24),
+            "vocab": (8192, 16384, 32768, 65536, 131072),
+        },
+    ),
+}
 
 
 def settings_at(axis: str, x: int, device: str) -> Settings:
@@ -78,8 +99,15 @@ def measured(axis: str, models: Sequence[str], device: str, rounds: int) -> Iter
     entrants: list[tuple[Row, Contestant, list[float]]] = []
     for x, model in itertools.product(SWEEPS[device][2][axis], models):
         settings = settings_at(axis, x, device)
-        row = {"axis": axis, "x": x, "model": model, "batch": settings.batch, "seq": settings.seq,
-               "precision": settings.precision, "changes": dict(settings.changes)}  # fmt: skip
+        row = {
+            "axis": axis,
+            "x": x,
+            "model": model,
+            "batch": settings.batch,
+            "seq": settings.seq,
+            "precision": settings.precision,
+            "changes": dict(settings.changes),
+        }
         try:
             memory = alone(peak_memory_mb, model, settings)
             contestant = Contestant(model, settings)
@@ -129,8 +157,11 @@ def plot(rows: Sequence[Row], out: Path) -> None:
         below.set_xlabel(axis.removesuffix("_fixed_batch"))
         above.legend(loc="upper left", fontsize=8.5, frameon=False)
     first = rows[0]
-    figure.suptitle(f"One training step: {first['device']}, {first['precision']}, {first['rounds']} rounds; median, "
-                    "quartiles; dashed: growth of the model FLOPs from the middle point", size=11)  # fmt: skip
+    figure.suptitle(
+        f"One training step: {first['device']}, {first['precision']}, {first['rounds']} rounds; median, "
+        "quartiles; dashed: growth of the model FLOPs from the middle point",
+        size=11,
+    )
     figure.savefig(out)
 
 

@@ -218,17 +218,31 @@ def compare(
     torch._dynamo.reset()  # what was compiled for an earlier case counts towards the limit of recompilations
     machine = environment(settings.device)
     shared = machine | {  # the date tells the cases of a run apart: not to the second
-        "date": datetime.now(UTC).isoformat(timespec="milliseconds"), "transformers": transformers_version(),
-        "precision": settings.precision, "batch": settings.batch, "seq": settings.seq, "rate": settings.rate,
+        "date": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "transformers": transformers_version(),
+        "precision": settings.precision,
+        "batch": settings.batch,
+        "seq": settings.seq,
+        "rate": settings.rate,
         "lengths": settings.lengths,
-    }  # fmt: skip
+    }
 
     def row(name: str, skipped: str | None, passed: dict[str, float] | None, fields: dict[str, Any]) -> dict[str, Any]:
         config = settings.model_config(name)
-        return shared | {
-            "model": name, "compiled": name.endswith(COMPILED), "dropout": config.dropout,
-            "bias": config.relative_bias, "rounds": 0, "skipped": skipped, "gate": passed,
-        } | dict.fromkeys(MEASURED) | fields  # fmt: skip
+        return (
+            shared
+            | {
+                "model": name,
+                "compiled": name.endswith(COMPILED),
+                "dropout": config.dropout,
+                "bias": config.relative_bias,
+                "rounds": 0,
+                "skipped": skipped,
+                "gate": passed,
+            }
+            | dict.fromkeys(MEASURED)
+            | fields
+        )
 
     def failed(name: str, why: str) -> dict[str, Any]:
         return row(name, why, None, {})
@@ -256,9 +270,22 @@ def compare(
 
 
 MEASURED = (
-    "rounds", "tokens_per_s", "ratios", "cpu_ratios", "mflop_per_token", "tflop_per_s", "mfu", "peak_memory_mb",
-    "first_loss", "seconds", "kernels", "other", "joules_per_mtoken", "graphs", "recompiles",
-)  # fmt: skip
+    "rounds",
+    "tokens_per_s",
+    "ratios",
+    "cpu_ratios",
+    "mflop_per_token",
+    "tflop_per_s",
+    "mfu",
+    "peak_memory_mb",
+    "first_loss",
+    "seconds",
+    "kernels",
+    "other",
+    "joules_per_mtoken",
+    "graphs",
+    "recompiles",
+)
 
 
 def measured(record: Record, records: Sequence[Record], device_name: str) -> dict[str, Any]:
@@ -279,12 +306,22 @@ def measured(record: Record, records: Sequence[Record], device_name: str) -> dic
     peak = peak_flops(device_name) if settings.precision == "bf16" else None
     timed_tokens = own.tokens * len(record.turns) * own.steps_of_a_turn
     values = (
-        len(record.turns), speed, ratios(0), ratios(1) if settings.device == "cpu" else None,
-        round(own.flops / own.tokens / 1e6, 1), round(flops / 1e12, 4), round(flops / peak, 4) if peak else None,
-        round(record.memory), round(record.first_loss, 5), record.seconds, record.kernels, record.other,
+        len(record.turns),
+        speed,
+        ratios(0),
+        ratios(1) if settings.device == "cpu" else None,
+        round(own.flops / own.tokens / 1e6, 1),
+        round(flops / 1e12, 4),
+        round(flops / peak, 4) if peak else None,
+        round(record.memory),
+        round(record.first_loss, 5),
+        record.seconds,
+        record.kernels,
+        record.other,
         None if record.joules is None else round(record.joules / timed_tokens * 1e6, 1),
-        record.graphs if own.compiled else None, record.recompiles if own.compiled else None,
-    )  # fmt: skip
+        record.graphs if own.compiled else None,
+        record.recompiles if own.compiled else None,
+    )
     return dict(zip(MEASURED, values, strict=True))
 
 
@@ -312,17 +349,29 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     ran = [row for row in rows if row["skipped"] is None]
     if ran:
         over = "hf" if any(row["model"] == "hf" for row in ran) else ran[0]["model"]
-        head = ("tokens/s", f"over {over}", "in CPU time", "TFLOP/s", "MFU", "peak MB", "J/Mtoken", "graphs",
-                "recompiles", "loss")  # fmt: skip
+        head = (
+            "tokens/s",
+            f"over {over}",
+            "in CPU time",
+            "TFLOP/s",
+            "MFU",
+            "peak MB",
+            "J/Mtoken",
+            "graphs",
+            "recompiles",
+            "loss",
+        )
         widths = (28, 22, 20, 9, 7, 9, 10, 7, 11, 10)
         yield _line("", zip(head, widths, strict=True))
         for row in ran:
             cells = [
-                spread(row["tokens_per_s"], ".1f"), spread(row["ratios"].get(over), ".2f"),
-                spread((row["cpu_ratios"] or {}).get(over), ".2f"), f"{row['tflop_per_s']:.3f}",
+                spread(row["tokens_per_s"], ".1f"),
+                spread(row["ratios"].get(over), ".2f"),
+                spread((row["cpu_ratios"] or {}).get(over), ".2f"),
+                f"{row['tflop_per_s']:.3f}",
                 *(row[name] for name in ("mfu", "peak_memory_mb", "joules_per_mtoken", "graphs", "recompiles")),
                 f"{row['first_loss']:.5f}",
-            ]  # fmt: skip
+            ]
             yield _line(row["model"], zip(cells, widths, strict=True))
         yield _line("ms of a step; share", ((name, 11) for name in (*PHASES, *CLASSES)))
         for row in ran:
@@ -355,8 +404,10 @@ def listing(names: Sequence[str], settings: Settings) -> Iterator[str]:
         batch = on_host.packed(config.vocab_size, sees_mask(kind, config))
         flops = model_flops(kind, config, batch)
         counts = batch.counts
-        yield (f"  {name:22} {counts.original} tokens, {counts.masked} masked, {flops / 1e12:.4f} TFLOP a step, "
-               f"{flops / counts.original / 1e6:.1f} MFLOP a token")  # fmt: skip
+        yield (
+            f"  {name:22} {counts.original} tokens, {counts.masked} masked, {flops / 1e12:.4f} TFLOP a step, "
+            f"{flops / counts.original / 1e6:.1f} MFLOP a token"
+        )
 
 
 def cpu_note(device: str) -> str | None:
@@ -368,9 +419,12 @@ def cpu_note(device: str) -> str | None:
 def parser_of() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--models", default="base,base_cross,roberta_base",
-                        help=f"presets, by commas; with {COMPILED} behind it, as torch.compile makes it, with "
-                        f"{ACCUMULATED} in {MICRO_BATCHES} micro-batches, with {GRAPH} as a CUDA graph")  # fmt: skip
+    parser.add_argument(
+        "--models",
+        default="base,base_cross,roberta_base",
+        help=f"presets, by commas; with {COMPILED} behind it, as torch.compile makes it, with "
+        f"{ACCUMULATED} in {MICRO_BATCHES} micro-batches, with {GRAPH} as a CUDA graph",
+    )
     peers = "; ".join(f"{name}: {what}" for name, what in PEERS.items())
     parser.add_argument("--peers", default="hf,padded", help=f"likewise; an empty string for none. {peers}")
     parser.add_argument("--rates", default="0.15", help="mask rates, separated by commas")
@@ -413,9 +467,12 @@ def cases(options: argparse.Namespace, names: Sequence[str]) -> list[Settings]:
     with_decoder = [name for name in ours if presets.get(name).model.decoder == "self"]
     precision = choose_precision(RuntimeConfig(precision=options.precision), torch.device(options.device))
     shared = Settings(
-        batch=BATCH[options.device] if options.batch is None else options.batch, seq=options.seq, precision=precision,
-        device=options.device, shape=(with_decoder or ours)[0],
-    )  # fmt: skip
+        batch=BATCH[options.device] if options.batch is None else options.batch,
+        seq=options.seq,
+        precision=precision,
+        device=options.device,
+        shape=(with_decoder or ours)[0],
+    )
     biases = options.biases.split(",") if options.biases else []
     require(set(biases) <= {"off", "on"}, f"--biases: off and on, separated by commas, not {options.biases}")
     settings = [
@@ -448,10 +505,14 @@ def run(options: argparse.Namespace) -> int:
         rows: dict[str, dict[str, Any]] = {}
         for row in compare(names, case, options.rounds, apart, profiled=not options.no_profile):
             if not rows:
-                print(f"{row['device']}, {row['threads']} threads, load {row['load']}, torch {row['torch']}, "
-                      f"transformers {row['transformers']}, commit {row['commit']}")  # fmt: skip
-                print(f"{label(case)}; {case.batch} x {case.seq} tokens, {case.precision}, {options.rounds} rounds; "
-                      f"median [quartiles]; tokens are original tokens")  # fmt: skip
+                print(
+                    f"{row['device']}, {row['threads']} threads, load {row['load']}, torch {row['torch']}, "
+                    f"transformers {row['transformers']}, commit {row['commit']}"
+                )
+                print(
+                    f"{label(case)}; {case.batch} x {case.seq} tokens, {case.precision}, {options.rounds} rounds; "
+                    f"median [quartiles]; tokens are original tokens"
+                )
             if row["model"] not in rows:
                 speed = row["tokens_per_s"]
                 known = f"{speed['median']:.0f} tokens/s alone" if speed else "ready"

@@ -413,12 +413,15 @@ def attention_bwd(
     with torch.cuda.device_of(q):
         if q_tiles:
             launch = _launch("dq", tiles.dq, dim, reach, dropout, on_cpu) | {"LINE_GRADIENT": line_gradient}
-            tensors = (grad_out, grad_lse, q, k, v, out, lse, grad_q, delta, band, packed.dq_tiles, *layout)
-            _attention_dq_kernel[(programs, heads)](*tensors, tokens, q_tiles, *numbers, **launch)
+            inputs, results = (grad_out, grad_lse, q, k, v, out, lse), (grad_q, delta, band)
+            _attention_dq_kernel[(programs, heads)](
+                *inputs, *results, packed.dq_tiles, *layout, tokens, q_tiles, *numbers, **launch
+            )
         if k_tiles:
             launch = _launch("dkv", tiles.dkv, dim, reach, dropout, on_cpu)
-            tensors = (grad_out, q, k, v, lse, delta, grad_k, grad_v, packed.dkv_tiles, *layout)
-            _attention_dkv_kernel[(k_tiles, heads)](*tensors, tokens, *numbers, **launch)
+            _attention_dkv_kernel[(k_tiles, heads)](
+                grad_out, q, k, v, lse, delta, grad_k, grad_v, packed.dkv_tiles, *layout, tokens, *numbers, **launch
+            )
     return grad_q, grad_k, grad_v, _line_gradient(band) if band is not None else None
 
 

@@ -127,7 +127,7 @@ class Ledger:
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                     os.fsync(file.fileno())
             except OSError as error:
-                raise UserError(f"cannot write {self.path}: {error.strerror}; the same command goes on") from None
+                raise UserError(f"cannot write {self.path}: {error.strerror}; the same command resumes") from None
 
 
 class Unit(ABC):
@@ -211,7 +211,7 @@ class _Queue(Generic[U]):
         try:
             row["result"] = self.worker.do(unit, stop)
         except Stopped as stopped:
-            self.say(f"{place} {stopped}; the same command goes on from there")
+            self.say(f"{place} {stopped}; the same command resumes from there")
             raise
         except Exception as error:  # whatever it is must not cost the other units their turn; the log has the trace
             if not self.keep_going:
@@ -282,7 +282,7 @@ def _start(queue: _Queue[U], count: int, gpus: list[str], stop: StopSignals) -> 
                 process.terminate()
     dead = [f"{process.name} (exit code {process.exitcode})" for process in processes if process.exitcode]
     asked = stop.received is not None  # a process that was still starting ends by the signal
-    require(asked or not dead, f"{', '.join(dead)} ended before all was done; the same command goes on")
+    require(asked or not dead, f"{', '.join(dead)} ended before all was done; the same command resumes")
 
 
 def _process(queue: _Queue[U], threads: int) -> None:

@@ -54,8 +54,10 @@ def test_what_fails_or_hangs_keeps_nothing_from_running(
     assert gpu.main(["--results", str(tmp_path / "new")]) == 1
     last = capsys.readouterr().out.splitlines()[-3:]
     assert [line.rsplit(",", 1)[0] for line in last] == [
-        "gpu-first: bad: failed (1)", "gpu-first: hangs: stopped", "gpu-second: good: passed",
-    ]  # fmt: skip
+        "gpu-first: bad: failed (1)",
+        "gpu-first: hangs: stopped",
+        "gpu-second: good: passed",
+    ]
     assert float(last[1].split()[-2]) < 0.3
     assert "it ran" in (tmp_path / "new" / "gpu.log").read_text()
     assert gpu.main(["second", "--results", str(tmp_path)]) == 0

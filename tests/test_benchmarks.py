@@ -38,11 +38,40 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ROW = {
-    "date", "commit", "device", "threads", "load", "torch", "transformers", "model", "precision", "batch", "seq",
-    "rate", "dropout", "bias", "lengths", "compiled", "rounds", "tokens_per_s", "ratios", "cpu_ratios",
-    "mflop_per_token", "tflop_per_s", "mfu", "peak_memory_mb", "first_loss", "seconds", "kernels", "other",
-    "joules_per_mtoken", "graphs", "recompiles", "skipped", "gate",
-}  # fmt: skip
+    "date",
+    "commit",
+    "device",
+    "threads",
+    "load",
+    "torch",
+    "transformers",
+    "model",
+    "precision",
+    "batch",
+    "seq",
+    "rate",
+    "dropout",
+    "bias",
+    "lengths",
+    "compiled",
+    "rounds",
+    "tokens_per_s",
+    "ratios",
+    "cpu_ratios",
+    "mflop_per_token",
+    "tflop_per_s",
+    "mfu",
+    "peak_memory_mb",
+    "first_loss",
+    "seconds",
+    "kernels",
+    "other",
+    "joules_per_mtoken",
+    "graphs",
+    "recompiles",
+    "skipped",
+    "gate",
+}
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -131,8 +160,10 @@ def test_who_fails_while_being_timed_loses_its_turns_and_nobody_else_does(
     monkeypatch.setattr(Contestant, "turn", fails_at_its_second)
     rows = rows_of(["tiny", "roberta_tiny", "tiny_cross"], rounds=3)
     assert {row["model"]: (row["rounds"], row["skipped"]) for row in rows} == {
-        "tiny": (3, None), "roberta_tiny": (None, "RuntimeError: a bug"), "tiny_cross": (3, None),
-    }  # fmt: skip
+        "tiny": (3, None),
+        "roberta_tiny": (None, "RuntimeError: a bug"),
+        "tiny_cross": (3, None),
+    }
     assert turns.count("roberta_tiny") == 2
     assert [set(row["ratios"] or ()) for row in rows] == [{"tiny_cross"}, set(), {"tiny"}]
     assert [train_step.is_wrong(row) for row in rows] == [False, True, False]
@@ -151,8 +182,9 @@ def test_a_run_that_is_cut_off_leaves_a_row_of_each_contestant_that_was_warm(mon
         assert row["tokens_per_s"]["median"] > 0
         assert sum(row["kernels"].values()) == pytest.approx(1.0)
     assert [(row["model"], row["rounds"], len(row["ratios"])) for row in made] == [
-        ("tiny", 2, 1), ("roberta_tiny", 2, 1),
-    ]  # fmt: skip
+        ("tiny", 2, 1),
+        ("roberta_tiny", 2, 1),
+    ]
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -278,59 +310,126 @@ def test_fresh_batches_have_other_masks_and_the_same_counts() -> None:
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        ("gemm", [
-            "aten::mm", "aten::addmm", "aten::linear", "autograd::engine::evaluate_function: AddmmBackward0",
-            "MmBackward0", "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "ampere_bf16_s16816gemm_bf16_128x128_ldg8",
-            "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "triton_tem_fused_mm_3", "_ZN7cutlass13device_kernelI4gemm",
-            "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_nn_align8>(Params)",
-        ]),
-        ("attention", [
-            "aten::bmm", "BmmBackward0", "aten::scaled_dot_product_attention", "aten::_softmax",
-            "aten::_softmax_backward_data", "aten::_scaled_dot_product_flash_attention_for_cpu",
-            "ChunkedAttentionBackward", "maelm_fast::attention_triton_fwd", "maelm_fast::keep_weights_native_fwd",
-            "_attention_fwd_kernel", "_attention_dkv_kernel", "SpreadLineBackward", "triton_tem_fused_flex_attention_0",
-            "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits>",
-            "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<flash::Collective>>>(Params)",
-            "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel)",
-            "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "triton_per_fused__softmax_add_dropout_4",
-        ]),
-        ("norm", [
-            "aten::native_layer_norm", "NativeLayerNormBackward0", "maelm_fast::add_norm_native_bwd", "aten::dropout",
-            "_embed_packed_bwd_kernel", "_joined_runs_kernel", "maelm_fast::scatter_to_decoder_native_fwd",
-            "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>",
-            "_add_norm_fwd_kernel", "triton_per_fused_add_addmm_native_layer_norm_12",
-            "cpp_fused_add_native_dropout_native_layer_norm_2",
-        ]),
-        ("gelu", [
-            "aten::gelu", "aten::gelu_backward", "_feed_forward_bwd_kernel", "triton_poi_fused_addmm_gelu_3",
-            "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl(float)::lambda>",
-        ]),
-        ("loss", [
-            "aten::_log_softmax", "LogSoftmaxBackward0", "NllLossBackward0", "_masked_cross_entropy_kernel",
-            "void (anonymous namespace)::cunn_SoftMaxForward<8, float, float, float, LogSoftMaxForwardEpilogue>",
-            "triton_red_fused__log_softmax_nll_loss_forward_7",
-        ]),
-        ("optimizer", [
-            "Optimizer.step#AdamW.step", "aten::_fused_adamw_", "aten::_foreach_norm", "aten::linalg_vector_norm",
-            "void at::native::multi_tensor_apply_kernel<TensorListMetadata, FusedAdamMathFunctor<float, 4>>",
-        ]),
-        (None, [
-            "aten::add", "aten::copy_", "aten::index", "Memcpy HtoD (Pinned -> Device)", "aten::cat", "aten::mul",
-            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "aten::comm",
-            "_mask_and_pack_fwd_kernel", "triton_poi_fused_addmm_view_1", "Torch-Compiled Region: 0/0",
-            "## Call CompiledFxGraph f7attn ##",
-        ]),
+        (
+            "gemm",
+            [
+                "aten::mm",
+                "aten::addmm",
+                "aten::linear",
+                "autograd::engine::evaluate_function: AddmmBackward0",
+                "MmBackward0",
+                "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT",
+                "ampere_bf16_s16816gemm_bf16_128x128_ldg8",
+                "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n",
+                "triton_tem_fused_mm_3",
+                "_ZN7cutlass13device_kernelI4gemm",
+                "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_nn_align8>(Params)",
+            ],
+        ),
+        (
+            "attention",
+            [
+                "aten::bmm",
+                "BmmBackward0",
+                "aten::scaled_dot_product_attention",
+                "aten::_softmax",
+                "aten::_softmax_backward_data",
+                "aten::_scaled_dot_product_flash_attention_for_cpu",
+                "ChunkedAttentionBackward",
+                "maelm_fast::attention_triton_fwd",
+                "maelm_fast::keep_weights_native_fwd",
+                "_attention_fwd_kernel",
+                "_attention_dkv_kernel",
+                "SpreadLineBackward",
+                "triton_tem_fused_flex_attention_0",
+                "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits>",
+                "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<flash::Collective>>>(Params)",
+                "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel)",
+                "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16",
+                "triton_per_fused__softmax_add_dropout_4",
+            ],
+        ),
+        (
+            "norm",
+            [
+                "aten::native_layer_norm",
+                "NativeLayerNormBackward0",
+                "maelm_fast::add_norm_native_bwd",
+                "aten::dropout",
+                "_embed_packed_bwd_kernel",
+                "_joined_runs_kernel",
+                "maelm_fast::scatter_to_decoder_native_fwd",
+                "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>",
+                "_add_norm_fwd_kernel",
+                "triton_per_fused_add_addmm_native_layer_norm_12",
+                "cpp_fused_add_native_dropout_native_layer_norm_2",
+            ],
+        ),
+        (
+            "gelu",
+            [
+                "aten::gelu",
+                "aten::gelu_backward",
+                "_feed_forward_bwd_kernel",
+                "triton_poi_fused_addmm_gelu_3",
+                "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl(float)::lambda>",
+            ],
+        ),
+        (
+            "loss",
+            [
+                "aten::_log_softmax",
+                "LogSoftmaxBackward0",
+                "NllLossBackward0",
+                "_masked_cross_entropy_kernel",
+                "void (anonymous namespace)::cunn_SoftMaxForward<8, float, float, float, LogSoftMaxForwardEpilogue>",
+                "triton_red_fused__log_softmax_nll_loss_forward_7",
+            ],
+        ),
+        (
+            "optimizer",
+            [
+                "Optimizer.step#AdamW.step",
+                "aten::_fused_adamw_",
+                "aten::_foreach_norm",
+                "aten::linalg_vector_norm",
+                "void at::native::multi_tensor_apply_kernel<TensorListMetadata, FusedAdamMathFunctor<float, 4>>",
+            ],
+        ),
+        (
+            None,
+            [
+                "aten::add",
+                "aten::copy_",
+                "aten::index",
+                "Memcpy HtoD (Pinned -> Device)",
+                "aten::cat",
+                "aten::mul",
+                "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
+                "aten::comm",
+                "_mask_and_pack_fwd_kernel",
+                "triton_poi_fused_addmm_view_1",
+                "Torch-Compiled Region: 0/0",
+                "## Call CompiledFxGraph f7attn ##",
+            ],
+        ),
     ],
-)  # fmt: skip
+)
 def test_class_of_a_name(kind: str | None, names: list[str]) -> None:
     assert {name: shares.class_of(name) for name in names} == dict.fromkeys(names, kind)
 
 
 def event(name: str, parent: Any = None, **fields: Any) -> Any:
     defaults = {
-        "name": name, "cpu_parent": parent, "sequence_nr": -1, "kernels": [], "self_cpu_time_total": 1.0,
-        "device_type": DeviceType.CPU, "is_user_annotation": False, "self_device_time_total": 0.0,
-    }  # fmt: skip
+        "name": name,
+        "cpu_parent": parent,
+        "sequence_nr": -1,
+        "kernels": [],
+        "self_cpu_time_total": 1.0,
+        "device_type": DeviceType.CPU,
+        "is_user_annotation": False,
+        "self_device_time_total": 0.0,
+    }
     return SimpleNamespace(**{**defaults, **fields})
 
 
@@ -365,13 +464,19 @@ def test_a_kernel_takes_its_operators_class_and_one_without_operator_its_own() -
         event("aten::copy_", event("attention"), kernels=[kernel("elementwise", 2.0)]),
         event("aten::add", kernels=[kernel("elementwise", 3.0)]),
         event("aten::mm", kernels=[kernel("nvjet", 5.0), kernel("splitKreduce", 1.0)]),
-        on_device("elementwise", 5.0), on_device("nvjet", 5.0), on_device("splitKreduce", 1.0),
-        on_device("_add_norm_fwd_kernel", 4.0), on_device("Optimizer.step#AdamW.step", 50.0, annotation=True),
-    ]  # fmt: skip
+        on_device("elementwise", 5.0),
+        on_device("nvjet", 5.0),
+        on_device("splitKreduce", 1.0),
+        on_device("_add_norm_fwd_kernel", 4.0),
+        on_device("Optimizer.step#AdamW.step", 50.0, annotation=True),
+    ]
     assert list(shares.times(events, "cuda")) == [
-        ("elementwise", "attention", 2.0), ("elementwise", "other", 3.0), ("nvjet", "gemm", 5.0),
-        ("splitKreduce", "gemm", 1.0), ("_add_norm_fwd_kernel", "norm", 4.0),
-    ]  # fmt: skip
+        ("elementwise", "attention", 2.0),
+        ("elementwise", "other", 3.0),
+        ("nvjet", "gemm", 5.0),
+        ("splitKreduce", "gemm", 1.0),
+        ("_add_norm_fwd_kernel", "norm", 4.0),
+    ]
 
 
 @pytest.mark.parametrize("name", ["tiny", "padded"])

@@ -28,6 +28,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def found() -> list[tuple[str, int, dict, list[str]]]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_DEFAULT_FP_FUSION"] = "0"  # as it will be: what is fused says so itself
     done = subprocess.run([sys.executable, "-c", RECORD], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

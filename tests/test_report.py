@@ -26,21 +26,45 @@ def quartiles(median: float) -> dict[str, float]:
 def contestants(speeds: dict[str, float], minute: int = 0, **changes: Any) -> list[dict[str, Any]]:
     """Rows of one run of train_step with these tokens/s."""
     shared = {
-        "date": f"2026-11-22T10:{minute:02}:00+00:00", "commit": "abc1234", "device": "AMD EPYC", "threads": 2,
-        "load": 1.9, "torch": "2.13.0+cpu", "transformers": "5.23.0", "precision": "fp32", "batch": 4, "seq": 512,
-        "rate": 0.15, "dropout": 0.1, "bias": "t5", "lengths": "full", "compiled": False, "rounds": 5,
-        "mflop_per_token": 651.7, "tflop_per_s": 0.1, "mfu": None, "seconds": None, "kernels": None,
-        "joules_per_mtoken": None, "first_loss": 10.5, "gate": {}, "recompiles": None, "skipped": None,
-    } | changes  # fmt: skip
+        "date": f"2026-11-22T10:{minute:02}:00+00:00",
+        "commit": "abc1234",
+        "device": "AMD EPYC",
+        "threads": 2,
+        "load": 1.9,
+        "torch": "2.13.0+cpu",
+        "transformers": "5.23.0",
+        "precision": "fp32",
+        "batch": 4,
+        "seq": 512,
+        "rate": 0.15,
+        "dropout": 0.1,
+        "bias": "t5",
+        "lengths": "full",
+        "compiled": False,
+        "rounds": 5,
+        "mflop_per_token": 651.7,
+        "tflop_per_s": 0.1,
+        "mfu": None,
+        "seconds": None,
+        "kernels": None,
+        "joules_per_mtoken": None,
+        "first_loss": 10.5,
+        "gate": {},
+        "recompiles": None,
+        "skipped": None,
+    } | changes
     return [
-        shared | {
-            "model": name, "bias": "none" if name.startswith("hf") else shared["bias"],
+        shared
+        | {
+            "model": name,
+            "bias": "none" if name.startswith("hf") else shared["bias"],
             "tokens_per_s": quartiles(speed),
             "ratios": {other: quartiles(speed / theirs) for other, theirs in speeds.items() if other != name},
-            "cpu_ratios": None, "peak_memory_mb": 3899,
+            "cpu_ratios": None,
+            "peak_memory_mb": 3899,
         }
         for name, speed in speeds.items()
-    ]  # fmt: skip
+    ]
 
 
 def skipped(name: str, reason: str, minute: int = 0) -> dict[str, Any]:
@@ -81,8 +105,10 @@ def test_newest_case_of_a_setting_counts_whole(root: Path) -> None:
     put(root, contestants(SPEEDS, minute=2, device=H200, precision="bf16"), "train_step_cuda.jsonl")
     cases = rows.read(root).cases
     assert [(c.shared["device"], c.dropout, c.bias, list(c.rows)) for c in cases] == [
-        (H200, 0.1, "t5", list(SPEEDS)), ("AMD EPYC", 0.1, "t5", list(SPEEDS)), ("AMD EPYC", 0.0, "none", list(PLAIN)),
-    ]  # fmt: skip
+        (H200, 0.1, "t5", list(SPEEDS)),
+        ("AMD EPYC", 0.1, "t5", list(SPEEDS)),
+        ("AMD EPYC", 0.0, "none", list(PLAIN)),
+    ]
     assert cases[1].rows["base"]["tokens_per_s"]["median"] == 190.0
     assert [c.on_gpu for c in cases] == [True, False, False]
 
@@ -119,9 +145,14 @@ def test_older_format_and_unknown_files_are_named(root: Path, capsys: pytest.Cap
 
 def test_case_tables_show_what_was_measured_and_what_was_not(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = contestants(
-        SPEEDS, mfu=0.412, joules_per_mtoken=812.4, recompiles=0, seconds={"forward": 3.25, "backward": 6.5},
-        kernels=dict.fromkeys(CLASSES, 1 / 7), cpu_ratios=None,
-    )  # fmt: skip
+        SPEEDS,
+        mfu=0.412,
+        joules_per_mtoken=812.4,
+        recompiles=0,
+        seconds={"forward": 3.25, "backward": 6.5},
+        kernels=dict.fromkeys(CLASSES, 1 / 7),
+        cpu_ratios=None,
+    )
     put(root, [*found, skipped("modernbert", "no network"), skipped("hf_compiled", "no compiler")])
     out = printed(root, capsys)
     assert "AMD EPYC, fp32, 4 x 512 tokens, 15% masked, dropout 0.1, T5 bias" in out
@@ -170,9 +201,12 @@ def test_goals() -> None:
     on_h200 = {"device": H200, "precision": "bf16"}
     plain = contestants(speeds, dropout=0.0, bias="none", **on_h200)
     assert goals(plain, "base") == [
-        ">= 600,000: met", "over roberta_base >= 0.85: met", "over hf >= 2: met", "over hf_compiled >= 1.3: met",
+        ">= 600,000: met",
+        "over roberta_base >= 0.85: met",
+        "over hf >= 2: met",
+        "over hf_compiled >= 1.3: met",
         "over padded >= 3: not measured",
-    ]  # fmt: skip
+    ]
     assert goals(plain, "base_compiled")[0] == ">= 600,000: met, and 680,000"
     assert goals(plain, "roberta_base") == [">= 705,000: not met"]
     assert goals(contestants(speeds, **on_h200), "base")[0] == ">= 500,000: met"
@@ -181,11 +215,24 @@ def test_goals() -> None:
 
 def op_row(op: str, phase: str, contestant: str, ratio: float, minute: int = 0, **changes: Any) -> dict[str, Any]:
     return {
-        "date": f"2026-11-22T10:{minute:02}:00+00:00", "commit": "abc1234", "device": "AMD EPYC", "threads": 2,
-        "load": 0.2, "torch": "2.13.0+cpu", "op": op, "phase": phase, "contestant": contestant, "backend": "native",
-        "dtype": "float32", "sequences": 8, "length": 512, "width": 768, "ms": quartiles(5.0),
-        "ratio": quartiles(ratio), "copy_share": None,
-    } | changes  # fmt: skip
+        "date": f"2026-11-22T10:{minute:02}:00+00:00",
+        "commit": "abc1234",
+        "device": "AMD EPYC",
+        "threads": 2,
+        "load": 0.2,
+        "torch": "2.13.0+cpu",
+        "op": op,
+        "phase": phase,
+        "contestant": contestant,
+        "backend": "native",
+        "dtype": "float32",
+        "sequences": 8,
+        "length": 512,
+        "width": 768,
+        "ms": quartiles(5.0),
+        "ratio": quartiles(ratio),
+        "copy_share": None,
+    } | changes
 
 
 def test_ops_table_takes_the_newest_run_of_each_op(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,9 +256,14 @@ def test_ops_table_takes_the_newest_run_of_each_op(root: Path, capsys: pytest.Ca
 
 def test_attention_table_and_its_goals(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shared = op_row("", "", "", 1.0, device=H200) | {
-        "case": "kept", "bias": True, "dropout": 0.1, "tokens": 111360, "dtype": "bfloat16",
-        "tflop_per_s": quartiles(300.0), "yardstick": "torch varlen",
-    }  # fmt: skip
+        "case": "kept",
+        "bias": True,
+        "dropout": 0.1,
+        "tokens": 111360,
+        "dtype": "bfloat16",
+        "tflop_per_s": quartiles(300.0),
+        "yardstick": "torch varlen",
+    }
     found = [
         shared | {"contestant": name, "phase": phase, "ms": quartiles(ms), "ratio": quartiles(2.0 / ms)}
         for name, ms in {"ours": 2.5, "torch varlen, plain": 2.0, "flex": 3.0}.items()
@@ -226,9 +278,14 @@ def test_attention_table_and_its_goals(root: Path, capsys: pytest.CaptureFixture
 def test_the_loaders_table(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = {name: op_row("", "", "", 1.0)[name] for name in ("date", "commit", "device", "threads", "load", "torch")}
     loader = machine | {
-        "store": "synthetic", "mode": "full", "masks": "host", "micro_batch": 256, "fill": {"all": 1.0},
-        "rss_anon_mb": None, "major_faults": 0,
-    }  # fmt: skip
+        "store": "synthetic",
+        "mode": "full",
+        "masks": "host",
+        "micro_batch": 256,
+        "fill": {"all": 1.0},
+        "rss_anon_mb": None,
+        "major_faults": 0,
+    }
     speeds = [(1e7, 0, 31e6), (1e9, 0, 19e6), (1e7, 2, 11e6), (1e9, 2, 12e6)]
     found = [
         loader | {"store_bytes": size, "workers": workers, "tokens_per_s_per_core": quartiles(speed)}
@@ -243,10 +300,19 @@ def test_the_loaders_table(root: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_projection_is_called_one_and_is_a_range(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = {name: op_row("", "", "", 1.0)[name] for name in ("date", "commit")} | {
-        "device": "NVIDIA A100", "model": "base", "precision": "bf16", "batch": 256, "seq": 512, "rate": 0.15,
-        "dropout": 0.0, "bias": "none", "products": [0.65, 0.75], "tokens_per_s": [220_000, 240_000],
-        "mfu": [0.45, 0.5], "ms": {kind: [12.0, 12.0] for kind in CLASSES} | {"gemm": [400.0, 350.0]},
-    }  # fmt: skip
+        "device": "NVIDIA A100",
+        "model": "base",
+        "precision": "bf16",
+        "batch": 256,
+        "seq": 512,
+        "rate": 0.15,
+        "dropout": 0.0,
+        "bias": "none",
+        "products": [0.65, 0.75],
+        "tokens_per_s": [220_000, 240_000],
+        "mfu": [0.45, 0.5],
+        "ms": {kind: [12.0, 12.0] for kind in CLASSES} | {"gemm": [400.0, 350.0]},
+    }
     put(root, [row, row | {"dropout": 0.1}, row | {"device": H200}], "projection.jsonl")
     out = printed(root, capsys)
     assert "Projection, not a measurement: NVIDIA A100, bf16, 256 x 512 tokens, 15% masked" in out

@@ -175,8 +175,11 @@ def test_units_in_order_after_what_they_need_and_a_failure_costs_only_what_needs
     work(UNITS, first, tmp_path, say=said.append)
     assert first.begun == ["a", "b", "c", "a1"]
     assert outcomes(tmp_path) == [
-        ("a", {"sum": 97}), ("b", "RuntimeError: no memory"), ("c", "it is odd"), ("a1", {"sum": 146}),
-    ]  # fmt: skip
+        ("a", {"sum": 97}),
+        ("b", "RuntimeError: no memory"),
+        ("c", "it is odd"),
+        ("a1", {"sum": 146}),
+    ]
     row = Ledger(tmp_path).rows()[0]
     assert list(row) == ["key", "stage", "config", "length", "result", "time"]
     assert (row["stage"], row["config"], row["length"]) == ("sum", "hash of a", 1)
@@ -224,5 +227,5 @@ def test_a_stop_ends_the_queue_and_a_unit_that_was_stopped_is_not_written_down(l
     assert stopped.value.code == 130
     assert worker.begun == ["a", "b"]
     assert outcomes(tmp_path) == [("a", {"sum": 97}), ("b", {"sum": 98})][: 2 if late else 1]
-    ending = "98" if late else "SIGINT: stopped at step 5; the same command goes on from there"
+    ending = "98" if late else "SIGINT: stopped at step 5; the same command resumes from there"
     assert said[-1] == f"[3/5] {ending}"

@@ -1,7 +1,6 @@
 """What is fed to an encoder whose representations are measured, and the encoders themselves as one kind of function.
 
-An encoder is any `encode(ids, layout)` that takes packed token ids and gives every layer's output: ours, or one that
-wants padded ids and an attention mask (Hugging Face, a fine-tuned model), wrapped by `from_padded`.
+An encoder is any `encode(ids, layout)` that takes packed token ids and gives every layer's output.
 
 The inputs are those of the paper, on the same sequences with the same masks:
 
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from maelm_fast.batch import Layout, PackedBatch, layout_of
 from maelm_fast.config import require
+from maelm_fast.encoders import TextEncoder, TokenBatch
 from maelm_fast.errors import UserError
 from maelm_fast.model.encoder import Encoder
 from maelm_fast.training.gram import GramMatrix
@@ -43,16 +43,14 @@ def from_encoder(encoder: Encoder) -> Encode:
     return encode
 
 
-def from_padded(call: Callable[[Tensor, Tensor], Sequence[Tensor]], pad_id: int) -> Encode:
-    """call(ids, attention_mask), both (S, L) int64, gives every layer's (S, L, d). The model numbers positions itself,
-    so that the input `visible`, whose positions have gaps, is not for it."""
+def from_text_encoder(encoder: TextEncoder) -> Encode:
+    """One of the transformers library numbers positions itself, so that the input `visible`, whose positions have gaps,
+    is not for it."""
 
     def encode(ids: Tensor, layout: Layout) -> list[Tensor]:
-        real = torch.arange(layout.max_seqlen)[None, :] < torch.tensor(layout.lengths)[:, None]
-        real = real.to(ids.device)
-        padded = torch.full(real.shape, pad_id, dtype=torch.int64, device=ids.device)
-        padded[real] = ids.long()
-        return [hidden[real] for hidden in call(padded, real.long())]
+        layers: list[Tensor] = []
+        encoder(TokenBatch(ids, layout), layers=layers)
+        return layers
 
     return encode
 

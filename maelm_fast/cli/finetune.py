@@ -23,7 +23,7 @@ MAIN = "task text_columns label_column lr epochs batch_size max_length seed devi
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Fine-tune an encoder on a task, over several seeds. The same command goes on with what was interrupted."""
+    """Fine-tune an encoder on a task, over several seeds. The same command resumes what was interrupted."""
 
     named: str | None = option(None, positional=True, metavar="TASK", help=f"One of {', '.join(tasks.TASKS)}.")
     model: str

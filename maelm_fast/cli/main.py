@@ -17,7 +17,7 @@ from maelm_fast.stop import Stopped
 
 COMMANDS = {
     "data": "prepare text for pretraining, or show a prepared store",
-    "pretrain": "pretrain an encoder, or go on with a run",
+    "pretrain": "pretrain an encoder, or resume a run",
     "finetune": "fine-tune an encoder on GLUE, SQuAD 2.0 or a task of your own, over seeds",
     "export": "write a run's encoder for Hugging Face Transformers",
     "fill": "fill <mask> in a text",

@@ -32,14 +32,14 @@ ALIASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Pretrain an encoder on a token store, or go on with a run that was interrupted."""
+    """Pretrain an encoder on a token store, or resume a run that was interrupted."""
 
     preset: str = option(positional=True)
     """tiny, small, base, base++, large++, roberta_base, ...: 'maelm-fast presets' lists them."""
     data: Path = option(metavar="STORE")
     """A store made by 'maelm-fast data prepare'."""
     out: Path = option(metavar="RUN")
-    """Run directory; the same command goes on with what is in it."""
+    """Run directory; the same command resumes what is in it."""
     init_from: Path | None = None
     """Start from a run of ours, or a Hugging Face RoBERTa, BERT or MPNet checkpoint."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from maelm_fast.analysis.effective_rank import REPORT_FILE, TAU, RankReport, check_taus, measure, write_reports
-from maelm_fast.analysis.huggingface import LONGEST, load_encoder, measure_checkpoint
+from maelm_fast.analysis.huggingface import LONGEST, load_checkpoint, measure_checkpoint
 from maelm_fast.analysis.plots import plot_ranks
 from maelm_fast.batch import PackedBatch
 from maelm_fast.cli.common import option, parse
@@ -88,7 +88,7 @@ def _of_run(path: str, options: Options, taus: list[float]) -> RankReport:
 
 
 def _of_checkpoint(path: str, text: str, options: Options, taus: list[float]) -> RankReport:
-    encoder = load_encoder(path, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    encoder = load_checkpoint(path, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     samples = CHECKPOINT_SAMPLES if options.samples is None else options.samples
     length = LONGEST if options.length is None else options.length
     return measure_checkpoint(encoder, text, taus, samples, length, watch=_progress)

@@ -9,7 +9,7 @@ All of it happens in `<out>.partial`, which is renamed at the end; `<out>.lock` 
 goes on after the last finished chunk; the store's bytes depend neither on that nor on the number of processes. Disk:
 twice the tokens, for a while.
 
-A store, or a run to go on with, is known by its options and by what its input files hold: their SHA-256 is taken at the
+A store, or a run to resume, is known by its options and by what its input files hold: their SHA-256 is taken at the
 start. A file that is where it was, with its size and time, is not read again for that; one that is elsewhere or has
 another time is, and is the same if its name, size and SHA-256 are.
 """
@@ -81,7 +81,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """Text to a token store. The same command goes on with one that was killed."""
+    """Text to a token store. The same command resumes one that was killed."""
 
     inputs: tuple[str, ...]
     """File, directory or glob (.txt .md .rst .jsonl .json .csv, also .xz .gz .zst; .parquet), hf:NAME[:CONFIG] (Hugging
@@ -177,7 +177,7 @@ def prepare(config: PrepareConfig, log: Log = logger.info) -> Manifest:
         remedy = "free some space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise UserError(
             f"cannot write {error.filename or job.partial}: {error.strerror or error}: {remedy}choose another --out; "
-            "the same command goes on where this one stopped"
+            "the same command resumes where this one stopped"
         ) from None
 
 

@@ -7,45 +7,16 @@ that are compared learn from the same examples in the same order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from maelm_fast.batch import Layout, layout_of
+from maelm_fast.batch import layout_of
 from maelm_fast.data.order import permutation
-from maelm_fast.finetuning.text import Inputs
-
-
-@dataclass(frozen=True)
-class TokenBatch:
-    """S inputs in a row of T tokens. ids: (T,) int32. token_types: (T,) int32, None if all are 0."""
-
-    ids: Tensor
-    layout: Layout
-    token_types: Tensor | None = None
-
-    def to(self, device: torch.device | str) -> TokenBatch:
-        """To a GPU from pinned memory, so that nothing waits."""
-        types, layout = self.token_types, self.layout
-        return replace(
-            self,
-            ids=to_device(self.ids, device),
-            layout=replace(
-                layout, cu_seqlens=to_device(layout.cu_seqlens, device), positions=to_device(layout.positions, device)
-            ),
-            token_types=None if types is None else to_device(types, device),
-        )
-
-
-def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Without waiting for a GPU."""
-    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+from maelm_fast.encoders import TokenBatch
+from maelm_fast.text import Inputs
 
 
 def token_batch(inputs: Inputs, indices: Sequence[int] | NDArray[Any]) -> TokenBatch:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from maelm_fast import ops
-from maelm_fast.finetuning.batches import TokenBatch
-from maelm_fast.finetuning.encoders import TextEncoder, dropout_seed_tensor, seeded
+from maelm_fast.encoders import TextEncoder, TokenBatch, dropout_seed_tensor, seeded
 from maelm_fast.model.block import Dropout
 
 _PLACE = 2  # the encoder's dropout has places 0 and 1

@@ -26,19 +26,20 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from maelm_fast.config import require
+from maelm_fast.encoders import Engine, TextEncoder, load_encoder
 from maelm_fast.errors import UserError
+from maelm_fast.export.library import require_transformers
 from maelm_fast.finetuning.config import FinetuneConfig
-from maelm_fast.finetuning.encoders import Engine, TextEncoder, load_encoder, require_transformers
 from maelm_fast.finetuning.examples import TaskData
 from maelm_fast.finetuning.fingerprint import data_fingerprint, deciding, digest, model_fingerprint, resolve_step
 from maelm_fast.finetuning.metrics import baselines
 from maelm_fast.finetuning.problem import Evaluation, Problem, SentenceProblem
 from maelm_fast.finetuning.report import REPORT_FILE, effective_ranks, median_of, terminal_lines, write_report
-from maelm_fast.finetuning.run import Result, device_of, on_host, saved_step, total_updates, train
+from maelm_fast.finetuning.run import Result, device_of, on_host, total_updates, train
 from maelm_fast.finetuning.saving import save
 from maelm_fast.finetuning.spans import SpanProblem
 from maelm_fast.stop import StopSignals
-from maelm_fast.training.files import damage, write_directory, write_json, write_text
+from maelm_fast.training.files import damage, newest_whole, write_directory, write_json, write_text
 from maelm_fast.training.hardware import device_name, environment
 from maelm_fast.training.runlog import Display
 from maelm_fast.work import Identity, Ledger, Unit, Worker, lock, work
@@ -57,9 +58,13 @@ class Origin:
 
     def load(self, config: FinetuneConfig, seed: int) -> TextEncoder:
         return load_encoder(
-            self.path, step=self.step, engine=self.engine, dropout=config.dropout, random_init=self.random_init,
+            self.path,
+            step=self.step,
+            engine=self.engine,
+            dropout=config.dropout,
+            random_init=self.random_init,
             seed=seed,
-        )  # fmt: skip
+        )
 
 
 def make_problem(data: TaskData, encoder: TextEncoder, config: FinetuneConfig) -> Problem:
@@ -170,9 +175,9 @@ def _one_seed(
     steps, task = total_updates(problem.train_size, config), problem.data.task
     items = "windows" if task.kind == "spans" else "examples"
     state = _state(out, config.seed)
-    done = saved_step(state)
+    done = int(path.name[5:]) if (path := newest_whole(state)) else 0
     if done:
-        say(f"going on from step {done:,}")
+        say(f"resuming from step {done:,}")
     with Display(done, steps) as display:
 
         def watch(row: dict[str, Any]) -> None:
@@ -201,7 +206,7 @@ def _one_seed(
     try:
         write_directory(kept, fill)
     except OSError as error:
-        raise UserError(f"cannot write {kept}: {error}; free some space, and the same command goes on") from None
+        raise UserError(f"cannot write {kept}: {error}; free some space, and the same command resumes") from None
     return result.to_dict()
 
 

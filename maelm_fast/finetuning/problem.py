@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from maelm_fast.config import require
+from maelm_fast.encoders import TextEncoder, to_device
 from maelm_fast.errors import UserError
-from maelm_fast.finetuning.batches import evaluation_batches, to_device, token_batch
+from maelm_fast.finetuning.batches import evaluation_batches, token_batch
 from maelm_fast.finetuning.config import FinetuneConfig
-from maelm_fast.finetuning.encoders import TextEncoder
 from maelm_fast.finetuning.examples import Examples, TaskData
 from maelm_fast.finetuning.heads import SequenceModel
 from maelm_fast.finetuning.metrics import confusion, evaluate
-from maelm_fast.finetuning.text import Inputs
+from maelm_fast.text import Inputs
 
 EVALUATION_TOKENS = 16_384
 """Of a batch without gradients."""

@@ -27,12 +27,11 @@ from numpy.typing import NDArray
 
 from maelm_fast.analysis.effective_rank import TAU
 from maelm_fast.data.order import subset
+from maelm_fast.encoders import TextEncoder
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.batches import evaluation_batches, token_batch
-from maelm_fast.finetuning.encoders import TextEncoder
 from maelm_fast.finetuning.examples import TaskData
 from maelm_fast.finetuning.problem import EVALUATION_TOKENS, Evaluation, autocast
-from maelm_fast.finetuning.text import Inputs
 from maelm_fast.reporting import (
     GREY,
     aligned,
@@ -51,6 +50,7 @@ from maelm_fast.reporting import (
     where,
     write_results,
 )
+from maelm_fast.text import Inputs
 from maelm_fast.training.files import write_json, write_text
 from maelm_fast.training.gram import GramMatrix, rank_at
 from maelm_fast.training.live import evaluating
@@ -190,7 +190,7 @@ def write_report(
                 _plot_confusion(values, evaluation, out / "confusion.png")
         write_json(out / REPORT_FILE, values)
     except OSError as error:
-        raise UserError(f"cannot write in {out}: {error.strerror}; the same command goes on") from None
+        raise UserError(f"cannot write in {out}: {error.strerror}; the same command resumes") from None
 
 
 def terminal_lines(data: TaskData, results: Sequence[Result], baselines: dict[str, dict[str, float]]) -> list[str]:

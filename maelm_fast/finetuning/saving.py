@@ -34,29 +34,27 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, processors
 from torch import Tensor
 
-from maelm_fast.analysis.huggingface import quiet
 from maelm_fast.config import require
+from maelm_fast.encoders import (
+    PackedEncoder,
+    TextEncoder,
+    TokenBatch,
+    TransformersEncoder,
+    load_encoder,
+    padded_inputs,
+    padded_places,
+    read_tokenizer,
+)
 from maelm_fast.errors import UserError
 from maelm_fast.export.compare import remote_code_removed
 from maelm_fast.export.from_huggingface import read_weights
 from maelm_fast.export.huggingface import CODE, fitting_format, require_new, write_tokenizer
+from maelm_fast.export.library import new_model, quiet, require_transformers, transformers_errors
 from maelm_fast.export.mapping import own_encoder_state, own_fields, stock_encoder_state, stock_fields
-from maelm_fast.finetuning.batches import TokenBatch, token_batch
-from maelm_fast.finetuning.encoders import (
-    PackedEncoder,
-    TextEncoder,
-    TransformersEncoder,
-    load_encoder,
-    new_model,
-    padded_inputs,
-    padded_places,
-    read_tokenizer,
-    require_transformers,
-    transformers_errors,
-)
+from maelm_fast.finetuning.batches import token_batch
 from maelm_fast.finetuning.heads import SequenceModel, SpanModel
 from maelm_fast.finetuning.tasks import Task
-from maelm_fast.finetuning.text import Form, Inputs, TextTokenizer, form_of
+from maelm_fast.text import Form, Inputs, TextTokenizer, form_of
 from maelm_fast.training.files import damage, write_directory, write_json
 
 Model = SequenceModel | SpanModel

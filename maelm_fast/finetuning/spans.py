@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from maelm_fast.batch import Layout
 from maelm_fast.config import require
-from maelm_fast.finetuning.batches import evaluation_batches, to_device, token_batch
+from maelm_fast.encoders import TextEncoder, to_device
+from maelm_fast.finetuning.batches import evaluation_batches, token_batch
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.decoding import decode, error_examples, gold_texts
-from maelm_fast.finetuning.encoders import TextEncoder
 from maelm_fast.finetuning.examples import SpanExamples, TaskData
 from maelm_fast.finetuning.heads import SpanModel
 from maelm_fast.finetuning.problem import EVALUATION_TOKENS, Evaluation, autocast, concatenated

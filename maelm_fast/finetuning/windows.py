@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from maelm_fast.config import require
 from maelm_fast.finetuning.examples import Answer, SpanExamples
-from maelm_fast.finetuning.text import Inputs, Pieces, TextTokenizer
+from maelm_fast.text import Inputs, Pieces, TextTokenizer
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
+from maelm_fast.encoders import TextEncoder, load_encoder
 from maelm_fast.errors import UserError
-from maelm_fast.finetuning.encoders import TextEncoder, load_encoder
 from maelm_fast.finetuning.job import make_problem
 from maelm_fast.finetuning.metrics import baselines
 from maelm_fast.finetuning.problem import Problem
@@ -22,7 +22,6 @@ from maelm_fast.finetuning.tasks import Task
 from maelm_fast.paper.downstream import FineTuning, Found, Prompting, Unit, label_words
 from maelm_fast.paper.plan import Cell
 from maelm_fast.paper.prompting.fewshot import base_config
-from maelm_fast.paper.prompting.masked_lm import load_masked_lm
 from maelm_fast.paper.prompting.run import Plan as PromptingPlan
 from maelm_fast.paper.prompting.run import Worker as PromptingWorker
 from maelm_fast.paper.prompting.run import make_question
@@ -117,7 +116,7 @@ class Downstream:
 
 def _template(task: Task, run: RunDir, unit: Prompting) -> Template:
     """With the first label words that the run's vocabulary has. Raises UserError for the paper's if it has none."""
-    tokenizer = load_masked_lm(run.path, step=unit.step).tokenizer
+    tokenizer = load_encoder(run.path, step=unit.step, head=True).tokenizer
     for words in label_words(task.name):
         template = template_for(task, words=words)
         with contextlib.suppress(UserError):

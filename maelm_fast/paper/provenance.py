@@ -35,7 +35,7 @@ def missing(results: Results) -> list[str]:
         if cell.key not in failed:
             done = [results.stage(cell, unit.stage) is not None for unit in cell.units]
             what = f", {sum(done)} of {len(done)} runs on tasks done" if cell.key not in untrained else ""
-            lines.append(f"- Not finished: {cell.title}{what}. The same command goes on.")
+            lines.append(f"- Not finished: {cell.title}{what}. The same command resumes.")
     return [*lines, ""] if lines else []
 
 

@@ -6,7 +6,7 @@
     OUT/states/         of fine-tuning under way, for going on after a kill; removed when it is finished
     OUT/<experiment>/   REPORT.md and figure.png
 
-Killed anywhere, the same command goes on: finished parts are skipped, pretraining goes on from its last checkpoint.
+Killed anywhere, the same command resumes: finished parts are skipped, pretraining resumes from its last checkpoint.
 """
 
 from __future__ import annotations

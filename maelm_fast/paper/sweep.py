@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from maelm_fast.config import require
+from maelm_fast.encoders import Engine, load_encoder
 from maelm_fast.finetuning.config import FinetuneConfig
-from maelm_fast.finetuning.encoders import Engine, load_encoder
 from maelm_fast.finetuning.examples import TaskData
 from maelm_fast.finetuning.fingerprint import data_fingerprint, deciding, digest, model_fingerprint, resolve_step
 from maelm_fast.finetuning.job import make_problem

@@ -75,7 +75,7 @@ def write_tables(
             text = "\n".join(_report(_Found.of(sweep, rows), done, printed, baselines or {}, data_options or {}))
             write_text(out / REPORT, text.rstrip() + "\n")
         except OSError as error:
-            raise UserError(f"cannot write in {out}: {error.strerror}; the same command goes on") from None
+            raise UserError(f"cannot write in {out}: {error.strerror}; the same command resumes") from None
 
 
 def results(sweep: Sweep, done: Done) -> Any:

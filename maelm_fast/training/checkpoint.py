@@ -7,37 +7,30 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from maelm_fast.training.files import write_directory, write_json
-from maelm_fast.training.rundir import RunDir
+from maelm_fast.training.files import steps, write_directory, write_json
 
 
-@dataclass
-class Progress:
-    """Where a run stands after `step` updates."""
+def save(
+    directory: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    keep: int,
+    best: dict[str, Tensor] | None = None,
+) -> None:
+    """Write directory/step_N, whole or not at all, then remove all but the newest `keep` up to it. A later one is
+    damaged, or the run would have gone on from it; it is overwritten when the run gets there.
 
-    step: int = 0
-    tokens: int = 0
-    """Original tokens consumed."""
-    skipped: int = 0
-    """Updates skipped for a non-finite gradient, in all and in a row."""
-    skipped_in_a_row: int = 0
-    best_val_loss: float | None = None
-    evaluations_without_gain: int = 0
-    finished: str | None = None
-    """Why the run is over: "max_steps" or "early_stop"."""
-
-
-def save(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, keep: int) -> Path:
-    """Write checkpoints/step_N, whole or not at all, then remove all but the newest `keep` up to it. A later one is
-    damaged, or the run would have gone on from it; it is overwritten when the run gets there."""
-    path = run.checkpoint(progress.step)
+    best: other weights of the model, to be kept beside it. Raises OSError with a message of its own."""
+    path = directory / f"step_{step}"
     if path.exists():  # damaged, or passed over by a resume further back
         shutil.rmtree(path)
 
@@ -46,19 +39,27 @@ def save(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer, progre
             {name: t.detach().contiguous() for name, t in model.state_dict().items()}, aside / "model.safetensors"
         )
         save_file(optimizer_tensors(model, optimizer), aside / "optimizer.safetensors")
-        write_json(aside / "state.json", asdict(progress))
+        if best is not None:
+            save_file(best, aside / "best.safetensors")
+        write_json(aside / "state.json", state)
 
-    write_directory(path, fill)
-    for step in [step for step in run.steps() if step <= progress.step][:-keep]:
-        shutil.rmtree(run.checkpoint(step))
-    return path
+    try:
+        write_directory(path, fill)
+    except OSError as error:
+        raise OSError(f"cannot save a checkpoint in {directory}: {error.strerror or error}") from None
+    for other in [other for other in steps(directory) if other <= step][:-keep]:
+        shutil.rmtree(directory / f"step_{other}")
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-    """Read a checkpoint that `RunDir.last_whole_checkpoint` found whole into model and optimiser."""
+def read_state(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    return state
+
+
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read a checkpoint that was found whole into model and optimiser."""
     model.load_state_dict(load_file(path / "model.safetensors"))
     load_optimizer(load_file(path / "optimizer.safetensors"), model, optimizer)
-    return Progress(**json.loads((path / "state.json").read_text(encoding="utf-8")))
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ A file is written aside, flushed to disk and renamed; a directory likewise, with
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 from maelm_fast.data.files import checksum, sync, written_aside
+
+log = logging.getLogger(__name__)
 
 CHECKSUMS = "checksums.json"
 
@@ -65,4 +68,20 @@ def damage(path: Path) -> str | None:
                 return f"{name} does not match its checksum"
         except OSError:
             return f"{name} is missing"
+    return None
+
+
+def steps(directory: Path) -> list[int]:
+    """Those with a directory step_N, ascending; whether they are whole is not looked at."""
+    names = [path.name[5:] for path in directory.glob("step_*")] if directory.is_dir() else []
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def newest_whole(directory: Path) -> Path | None:
+    """The newest step_N whose checksums agree; damaged ones are passed over with a warning."""
+    for step in reversed(steps(directory)):
+        path = directory / f"step_{step}"
+        if (fault := damage(path)) is None:
+            return path
+        log.warning("checkpoint %s is damaged: %s; going back to the one before", path, fault)
     return None

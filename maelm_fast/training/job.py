@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from maelm_fast import native, presets
+from maelm_fast import presets
 from maelm_fast.config import RunConfig, require, to_dict
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
@@ -39,8 +39,6 @@ def pretrain(preset: str, config: RunConfig, data: str, out: str, initial: Initi
     config = _fit_model(preset, config, train, vocabulary.size, initial, tokenizer)
     device = choose_device(config.runtime)
     precision = choose_precision(config.runtime, device)
-    if device.type == "cpu" and (host := native.host()) is not None:
-        host.keep_freed_memory()  # a step's large buffers are the next step's: their pages need not be given back
     record = RunRecord(preset, str(data), train.fingerprint, initial.source if initial else None)
 
     run = RunDir(out)
@@ -64,7 +62,7 @@ def pretrain(preset: str, config: RunConfig, data: str, out: str, initial: Initi
             print(f"{run.path}: already finished ({trainer.progress.finished}) at step {trainer.progress.step:,}")
             return run
         if resumed:
-            print(f"going on from step {trainer.progress.step:,}")
+            print(f"resuming from step {trainer.progress.step:,}")
         try:
             trainer.train()
         except UserError:

@@ -11,7 +11,6 @@ report/          plots and tables
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +23,7 @@ from maelm_fast.data.tokenizer import load_tokenizer, special_ids
 from maelm_fast.errors import UserError
 from maelm_fast.masking import Vocabulary
 from maelm_fast.model.maelm import MaeLm
-from maelm_fast.training.files import damage, write_text
-
-log = logging.getLogger(__name__)
+from maelm_fast.training.files import damage, newest_whole, steps, write_text
 
 
 @dataclass(frozen=True)
@@ -71,8 +68,7 @@ class RunDir:
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint directory, ascending; whether they are whole is not looked at."""
-        names = [p.name for p in self.checkpoints.glob("step_*")] if self.checkpoints.is_dir() else []
-        return sorted(int(name[5:]) for name in names if name[5:].isdigit())
+        return steps(self.checkpoints)
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step}"
@@ -80,17 +76,12 @@ class RunDir:
     def last_whole_checkpoint(self) -> Path | None:
         """The newest checkpoint whose checksums agree. Damaged ones are passed over with a warning; if there are only
         damaged ones, UserError."""
-        steps = self.steps()
-        for step in reversed(steps):
-            path = self.checkpoint(step)
-            if (fault := damage(path)) is None:
-                return path
-            log.warning("checkpoint %s is damaged: %s; going back to the one before", path, fault)
-        if steps:
+        path = newest_whole(self.checkpoints)
+        if path is None and self.steps():
             raise UserError(
                 f"{self.checkpoints}: every checkpoint is damaged; remove the directory to start the run again"
             )
-        return None
+        return path
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """Rows of metrics.jsonl; an unfinished last line is left out. Raises UserError for one damaged otherwise."""

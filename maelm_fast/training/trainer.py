@@ -1,5 +1,5 @@
-"""The pretraining loop. Everything it computes is a function of the configuration and the number of updates done:
-order, masks, dropout and learning rate. A run killed anywhere and started again therefore goes on bit for bit.
+"""Pretraining, run by loop.py. Everything it computes is a function of the configuration and the number of updates
+done: order, masks, dropout and learning rate. A run killed anywhere and started again therefore resumes bit for bit.
 
 A run is `Trainer(...).train()`; the parts come from outside, so that a test or another program can replace them.
 """
@@ -7,11 +7,10 @@ A run is `Trainer(...).train()`; the parts come from outside, so that a test or 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -22,24 +21,21 @@ from maelm_fast.batch import Lengths, PackedBatch, RaggedBatch, TokenCounts
 from maelm_fast.config import RunConfig
 from maelm_fast.data.loader import TrainingBatches, training_updates, validation_batches
 from maelm_fast.data.token_store import TokenStore
-from maelm_fast.errors import UserError
 from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.flops import peak_flops, training_flops
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.philox import fold_seed
 from maelm_fast.stop import Stopped, StopSignals
-from maelm_fast.training import checkpoint
-from maelm_fast.training.checkpoint import Progress
+from maelm_fast.training import checkpoint, loop
 from maelm_fast.training.files import write_json
-from maelm_fast.training.hardware import device_name, is_out_of_memory
+from maelm_fast.training.hardware import device_name
 from maelm_fast.training.live import live_batches, live_ranks
+from maelm_fast.training.loop import Progress, Training
 from maelm_fast.training.optim import build_optimizer, learning_rate
 from maelm_fast.training.prefetch import on_device
 from maelm_fast.training.rundir import RunDir
 from maelm_fast.training.runlog import Display, Metrics
-from maelm_fast.training.step import GraphedStep, Numbers, Readback, TrainStep, check_recordable
-
-log = logging.getLogger(__name__)
+from maelm_fast.training.step import GraphedStep, Numbers, TrainStep, check_recordable
 
 _INIT, _DROPOUT = 0, 1  # places of the seed: initialisation, dropout
 
@@ -51,7 +47,15 @@ def build_model(config: RunConfig, vocabulary: Vocabulary) -> MaeLm:
         return MaeLm(config.model, mask_id=vocabulary.mask_id)
 
 
-class Trainer:
+@dataclass(kw_only=True)
+class PretrainingProgress(Progress):
+    tokens: int = 0
+    """Original tokens consumed."""
+    best_val_loss: float | None = None
+    evaluations_without_gain: int = 0
+
+
+class Trainer(Training[list[PackedBatch], "_Update"]):
     """One run on one device. Construct, then `resume()` if there is something to resume, then `train()`."""
 
     def __init__(
@@ -87,61 +91,42 @@ class Trainer:
         if self.rank_every:
             size = config.runtime.micro_batch_size
             self.rank_batches = live_batches(validation, self.masker, size, config.model.hidden_size)
-        self.progress = Progress()
+        self.progress: PretrainingProgress = PretrainingProgress()
+        self.steps, self.max_nonfinite = config.optim.max_steps, config.runtime.max_nonfinite
 
     def resume(self) -> bool:
         """Goes on from the newest whole checkpoint; False if there is none."""
         path = self.run.last_whole_checkpoint()
         if path is None:
             return False
-        self.progress = checkpoint.load(path, self.model, self.optimizer)
+        self.progress = PretrainingProgress(**checkpoint.read_state(path))
+        checkpoint.load(path, self.model, self.optimizer)
         return True
 
-    def train(self) -> Progress:
+    def train(self) -> PretrainingProgress:
         """Runs to max_steps or an early stop. Returns where it ended; raises Stopped after SIGTERM or SIGINT."""
-        progress, runtime = self.progress, self.config.runtime
-        updates = training_updates(
-            self.batches, progress.step, self.config.optim.max_steps, runtime.workers, self.device.type == "cuda"
-        )
-        metrics = Metrics(self.run, progress.step)
-        meter = _Meter(self.config, device_name(self.device) if self.device.type == "cuda" else "")
-        under_way = Readback()
+        self.metrics = Metrics(self.run, self.progress.step)
+        self.meter = _Meter(self.config, device_name(self.device) if self.device.type == "cuda" else "")
         with (
-            contextlib.closing(metrics),
-            Display(progress.step, self.config.optim.max_steps) as display,
+            contextlib.closing(self.metrics),
+            Display(self.progress.step, self.steps) as self.display,
             StopSignals() as stop,
-            ops.backends(runtime.backend),
+            ops.backends(self.config.runtime.backend),
         ):
-            for micro_batches in on_device(updates, self._masked, self.device):
-                under_way.put(*self._update(micro_batches))
-                step, last = progress.step, progress.step == self.config.optim.max_steps
-                stopping = stop.received is not None
-                evaluates = step % runtime.eval_every == 0 or last
-                saves = step % runtime.save_every == 0 or last or stopping
-                measures = self.rank_every > 0 and (step % self.rank_every == 0 or last)
-                for update, numbers in under_way.take(everything=evaluates or saves or measures):
-                    self._finish(update, numbers, meter, metrics, display)
-                if measures:
-                    ranks = live_ranks(self.model, self.rank_batches, self.device, self.autocast)
-                    metrics.write({"kind": "rank", "step": step, "tokens": progress.tokens, **ranks})
-                    meter.restart()
-                if evaluates:
-                    self._evaluate(metrics, display)
-                    meter.restart()
-                if last and progress.finished is None:
-                    progress.finished = "max_steps"
-                if saves or progress.finished:
-                    metrics.sync()
-                    self._save(must=bool(progress.finished) or stopping)
-                    meter.restart()
-                if progress.finished or stopping:
-                    break
-            if stop.received:
-                display.say(
-                    f"{stop.received.name}: saved at step {progress.step:,}; the same command goes on from there"
-                )
-                raise Stopped(progress.step, stop.received)
-        return progress
+            try:
+                loop.run(self, stop)
+                if stop.received:
+                    raise Stopped(self.progress.step, stop.received)
+            except Stopped as stopped:
+                place = f"{stopped.received.name}: saved at step {stopped.step:,}"
+                self.display.say(f"{place}; the same command resumes from there")
+                raise
+        return self.progress
+
+    def updates(self) -> Iterator[list[PackedBatch]]:
+        pin = self.device.type == "cuda"
+        updates = training_updates(self.batches, self.progress.step, self.steps, self.config.runtime.workers, pin)
+        return on_device(updates, self._masked, self.device)
 
     def _masked(self, batch: PackedBatch | RaggedBatch) -> PackedBatch:
         if isinstance(batch, PackedBatch):
@@ -149,8 +134,7 @@ class Trainer:
         samples, epochs = torch.from_numpy(batch.samples), torch.from_numpy(batch.epochs)
         return ops.mask_and_pack(batch.ids, batch.lengths.tolist(), samples, epochs, self.masker)
 
-    def _update(self, micro_batches: list[PackedBatch]) -> tuple[_Update, Tensor]:
-        """Queues one optimiser update; its numbers are not yet read back from the device."""
+    def update(self, micro_batches: list[PackedBatch]) -> tuple[_Update, Tensor]:
         progress, optim = self.progress, self.config.optim
         self.model.train()
         seeds = torch.tensor(
@@ -158,27 +142,25 @@ class Trainer:
             pin_memory=self.device.type == "cuda",
         ).to(self.device, non_blocking=True)
         lr = learning_rate(optim, progress.step)
-        try:
-            numbers = self.step(micro_batches, seeds, lr)
-        except RuntimeError as error:
-            raise _out_of_memory(error, len(micro_batches[0].decoder.lengths)) from None
-        progress.step += 1
+        numbers = self.step(micro_batches, seeds, lr)
         progress.tokens += sum(batch.counts.original for batch in micro_batches)
-        return _Update.of(progress, lr, micro_batches), numbers
+        return _Update.of(progress.step + 1, progress.tokens, lr, micro_batches), numbers
 
-    def _finish(self, update: _Update, numbers: Numbers, meter: _Meter, metrics: Metrics, display: Display) -> None:
-        """What is left to do for an update when the device is done with it: count it if it was skipped, and report."""
-        progress = self.progress
-        if numbers.skipped:
-            self._skipped(update.step - 1)
-        else:
-            progress.skipped_in_a_row = 0
-        meter.add(update)
-        if (
-            update.step == 1
-            or update.step % self.config.runtime.log_every == 0
-            or update.step == self.config.optim.max_steps
-        ):
+    def due(self) -> list[Callable[[], None]]:
+        step, last = self.progress.step, self.progress.step == self.steps
+        actions: list[Callable[[], None]] = []
+        if self.rank_every and (step % self.rank_every == 0 or last):
+            actions.append(self.measure)
+        if step % self.config.runtime.eval_every == 0 or last:
+            actions.append(self.evaluate)
+        return actions
+
+    def saves(self) -> bool:
+        return self.progress.step % self.config.runtime.save_every == 0
+
+    def read(self, update: _Update, numbers: Numbers) -> None:
+        self.meter.add(update)
+        if update.step == 1 or update.step % self.config.runtime.log_every == 0 or update.step == self.steps:
             predicted = sum(map(self.model.predicted_tokens, update.counts))
             row = {
                 "kind": "train",
@@ -189,34 +171,23 @@ class Trainer:
                 "lr": update.lr,
                 "grad_norm": numbers.norm,
                 "masked": sum(counts.masked for counts in update.counts),
-                "skipped": progress.skipped,
-                **meter.rates(),
+                "skipped": self.progress.skipped,
+                **self.meter.rates(),
             }
-            metrics.write(row)
-            display.update(row)
+            self.metrics.write(row)
+            self.display.update(row)
 
-    def _skipped(self, update: int) -> None:
-        """Counts an update with a non-finite gradient; too many in a row end the run and name the samples."""
-        progress = self.progress
-        progress.skipped += 1
-        progress.skipped_in_a_row += 1
-        log.warning("update %d skipped: its gradient is not finite (%d in a row)", update, progress.skipped_in_a_row)
-        if progress.skipped_in_a_row >= self.config.runtime.max_nonfinite:
-            ids = self.batches.samples(update)[0].tolist()
-            file = self.run.path / "nonfinite.json"
-            write_json(file, {"step": update, "samples": ids})
-            raise UserError(
-                f"{progress.skipped_in_a_row} updates in a row had a gradient that is not finite, the last at step "
-                f"{update}; its samples are listed in {file}; try a lower optim.lr or look at those samples"
-            )
+    def measure(self) -> None:
+        """The live effective ranks, into the metrics."""
+        ranks = live_ranks(self.model, self.rank_batches, self.device, self.autocast)
+        self.metrics.write({"kind": "rank", "step": self.progress.step, "tokens": self.progress.tokens, **ranks})
+        self.meter.restart()
 
-    def _evaluate(self, metrics: Metrics, display: Display) -> None:
+    def evaluate(self) -> None:
+        """The validation loss, into the metrics; ends the run if it has not fallen for long enough."""
         progress, runtime = self.progress, self.config.runtime
-        try:
-            batches = validation_batches(self.validation, self.masker, runtime.micro_batch_size, runtime.eval_samples)
-            result = evaluate(self.model, batches, self.device, self.autocast)
-        except RuntimeError as error:
-            raise _out_of_memory(error, runtime.micro_batch_size) from None
+        batches = validation_batches(self.validation, self.masker, runtime.micro_batch_size, runtime.eval_samples)
+        result = evaluate(self.model, batches, self.device, self.autocast)
         unigram = self.validation.manifest.unigram_nats
         row = {
             "kind": "validation",
@@ -225,9 +196,9 @@ class Trainer:
             **result,
             "unigram_nats": unigram,
         }
-        metrics.write(row)
+        self.metrics.write(row)
         gap = unigram - result["val_loss"]
-        display.say(
+        self.display.say(
             f"step {progress.step:,}: validation loss {result['val_loss']:.4f} nats ({abs(gap):.3f} "
             f"{'below' if gap > 0 else 'above'} unigram), perplexity {result['val_perplexity']:,.1f}, "
             f"accuracy {result['val_accuracy']:.1%}"
@@ -238,17 +209,25 @@ class Trainer:
             progress.evaluations_without_gain += 1
         if runtime.early_stop and progress.evaluations_without_gain >= runtime.early_stop:
             progress.finished = "early_stop"
-            display.say(f"early stop: no better validation loss in {runtime.early_stop} evaluations")
+            self.display.say(f"early stop: no better validation loss in {runtime.early_stop} evaluations")
 
-    def _save(self, must: bool) -> None:
-        """A save that fails, on a full disk say, costs only itself: earlier checkpoints stay and training goes on."""
-        try:
-            checkpoint.save(self.run, self.model, self.optimizer, self.progress, self.config.runtime.keep_checkpoints)
-        except OSError as error:
-            message = f"cannot save a checkpoint in {self.run.checkpoints}: {error.strerror or error}"
-            if must:
-                raise UserError(f"{message}; earlier ones are whole; free some space and run again") from None
-            log.error("%s; training goes on, the next save tries again", message)
+        self.meter.restart()
+
+    def save(self) -> None:
+        self.metrics.sync()
+        state, keep = asdict(self.progress), self.config.runtime.keep_checkpoints
+        checkpoint.save(self.run.checkpoints, self.progress.step, self.model, self.optimizer, state, keep)
+        self.meter.restart()
+
+    def nonfinite(self, step: int) -> str:
+        file = self.run.path / "nonfinite.json"
+        write_json(file, {"step": step, "samples": self.batches.samples(step)[0].tolist()})
+        return f"; its samples are listed in {file}; try a lower optim.lr or look at those samples"
+
+    def memory(self, inputs: list[PackedBatch] | None) -> str:
+        sequences = len(inputs[0].decoder.lengths) if inputs else self.config.runtime.micro_batch_size
+        remedy = "lower runtime.micro_batch_size (the update's batch stays the same)"
+        return f"with micro-batches of {sequences} sequences: {remedy}"
 
 
 @torch.no_grad()
@@ -286,9 +265,9 @@ class _Update:
     """Of each micro-batch."""
 
     @classmethod
-    def of(cls, progress: Progress, lr: float, micro_batches: list[PackedBatch]) -> _Update:
+    def of(cls, step: int, tokens: int, lr: float, micro_batches: list[PackedBatch]) -> _Update:
         counts, lengths = (b.counts for b in micro_batches), (b.lengths for b in micro_batches)
-        return cls(progress.step, progress.tokens, lr, tuple(counts), tuple(lengths))
+        return cls(step, tokens, lr, tuple(counts), tuple(lengths))
 
 
 class _Meter:
@@ -318,12 +297,3 @@ class _Meter:
         }
         self.restart()
         return rates
-
-
-def _out_of_memory(error: Exception, sequences: int) -> Exception:
-    if is_out_of_memory(error):
-        return UserError(
-            f"out of memory with micro-batches of {sequences} sequences: lower runtime.micro_batch_size "
-            f"(the update's batch stays the same)"
-        )
-    return error

@@ -21,8 +21,8 @@ from maelm_fast.analysis.effective_rank import (
     measure,
     read_reports,
 )
-from maelm_fast.analysis.inputs import encoder_inputs, from_encoder, from_padded
-from maelm_fast.batch import PackedBatch, layout_of
+from maelm_fast.analysis.inputs import encoder_inputs, from_encoder
+from maelm_fast.batch import PackedBatch
 from maelm_fast.config import MaskingConfig, ModelConfig
 from maelm_fast.data.masking import pack
 from maelm_fast.data.token_store import TokenStore
@@ -232,31 +232,6 @@ def test_the_model_is_left_in_the_mode_it_was_in_and_dropout_is_off() -> None:
         first, second = (ranks_of(model, [batch_of(LENGTHS)]) for _ in range(2))
     assert model.training
     assert first == second
-
-
-def test_a_model_that_takes_padded_ids_gives_the_same_ranks() -> None:
-    """The same encoder behind the other interface: padded ids and an attention mask in, (S, L, d) out."""
-    model = MaeLm(small_model("none")).eval()
-    seen: list[Tensor] = []
-
-    def call(ids: Tensor, attention_mask: Tensor) -> list[Tensor]:
-        seen.append(ids)
-        real = attention_mask.bool()
-        lengths = [int(n) for n in real.sum(1)]
-        packed: list[Tensor] = []
-        model.encoder(ids[real].int(), layout_of(lengths), layers=packed)
-        padded = [hidden.new_full((*ids.shape, hidden.shape[1]), torch.nan) for hidden in packed]
-        for whole, hidden in zip(padded, packed, strict=True):
-            whole[real] = hidden
-        return padded
-
-    labels = {"with_mask": "", "without_mask": "", "mask_positions": ""}
-    batches = [batch_of(LENGTHS)]
-    padded = effective_ranks(from_padded(call, 1), batches, model.mask_id, labels)
-    packed = effective_ranks(from_encoder(model.encoder), batches, model.mask_id, labels)
-    assert padded == packed
-    assert seen[0].shape == (len(LENGTHS), max(LENGTHS))
-    assert seen[0][2, LENGTHS[2] :].eq(1).all()
 
 
 def test_text_without_masks_needs_no_more_than_real_tokens() -> None:

@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from maelm_fast.analysis.effective_rank import REPORT_FILE, SEES_MASK, read_reports
-from maelm_fast.analysis.huggingface import MASKING, load_encoder, measure_checkpoint, sequences, text_lines
+from maelm_fast.analysis.huggingface import (
+    MASKING,
+    load_checkpoint,
+    measure_checkpoint,
+    sequences,
+    text_lines,
+    vocabulary_of_checkpoint,
+)
 from maelm_fast.cli.main import main
 from maelm_fast.data.masking import pack
 from maelm_fast.data.tokenizer import load_tokenizer
@@ -86,19 +93,21 @@ def checkpoints(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_are_those_of_the_model_s_own_hidden_states(kind: str, checkpoints: Path, store: Path) -> None:
-    encoder = load_encoder(checkpoints / kind, torch.device("cpu"))
-    assert encoder.longest == KINDS[kind][2]
+    encoder = load_checkpoint(checkpoints / kind, torch.device("cpu"))
+    assert encoder.max_length == KINDS[kind][2]
     report = measure_checkpoint(encoder, str(store), (0.7, 0.9), samples=6, length=512)
     assert (report.name, report.step, report.samples, report.hidden_size) == (kind, None, 6, 32)
     assert {entry.name for entry in report.inputs} == set(SEES_MASK)
 
-    rows = sequences(encoder, str(store), 6, encoder.longest)
+    rows = sequences(encoder, str(store), 6, encoder.max_length)
     samples = torch.arange(6).numpy()
-    batch = pack(rows, samples, samples * 0 + VALIDATION_EPOCH, Masker(MASKING, encoder.vocabulary, 0, True))
+    batch = pack(
+        rows, samples, samples * 0 + VALIDATION_EPOCH, Masker(MASKING, vocabulary_of_checkpoint(encoder), 0, True)
+    )
     model = transformers.AutoModel.from_pretrained(checkpoints / kind).eval()
     ids = batch.ids.view(6, -1).long()
-    is_mask = ids == encoder.tokenizer.mask_token_id
-    special = torch.isin(torch.from_numpy(np.stack(rows)), torch.tensor(encoder.tokenizer.all_special_ids))
+    is_mask = ids == encoder.tokenizer.mask_id
+    special = torch.isin(torch.from_numpy(np.stack(rows)), torch.tensor(encoder.tokenizer.source.all_special_ids))
     assert not bool((is_mask & special).any())
     maskable = (~special).sum(1)
     assert is_mask.sum(1).tolist() == (0.15 * maskable + 0.5).floor().int().tolist()
@@ -117,8 +126,8 @@ def test_ranks_are_those_of_the_model_s_own_hidden_states(kind: str, checkpoints
 
 
 def test_sequences_have_the_model_s_form_and_text(checkpoints: Path, store: Path, tmp_path: Path) -> None:
-    encoder = load_encoder(checkpoints / "roberta", torch.device("cpu"))
-    tokenizer = encoder.tokenizer
+    encoder = load_checkpoint(checkpoints / "roberta", torch.device("cpu"))
+    tokenizer = encoder.tokenizer.source
     rows = sequences(encoder, str(store), 5, 20)
     assert [len(row) for row in rows] == [20] * 5
     assert all(row[0] == tokenizer.cls_token_id and row[-1] == tokenizer.sep_token_id for row in rows)
@@ -148,10 +157,10 @@ def test_the_command_on_a_checkpoint(
 
 HF_ERRORS = {
     "nowhere": "no such directory",
-    "empty": "no config.json",
+    "empty": "neither a run directory (config.yaml) nor a Hugging Face one",
     "damaged": "not the configuration of a Hugging Face model",
-    "gpt2": "model_type 'gpt2' is no encoder",
-    "bart": "model_type 'bart' is no encoder",
+    "gpt2": "model_type 'gpt2' is no bidirectional encoder",
+    "bart": "model_type 'bart' is no bidirectional encoder",
     "no_tokenizer": "no tokenizer beside the model",
     "no_mask_token": "no mask token",
     "other_tokenizer": "do not belong together",
@@ -196,7 +205,7 @@ def test_texts_that_do_not_fit(
 def test_without_transformers_the_remedy_is_named(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UserError, match="pip install transformers"):
-        load_encoder(checkpoints / "roberta", torch.device("cpu"))
+        load_checkpoint(checkpoints / "roberta", torch.device("cpu"))
 
 
 def test_the_command_on_a_run_writes_into_its_report(

@@ -130,7 +130,7 @@ CASES = {
     "export over something": ("export {p}/run --out {p}/notrun", "exists already"),
     "show what is no store": ("data show {p}/run", "is not a token store"),
     "preset to show unknown": ("presets nothing", "unknown preset 'nothing'"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

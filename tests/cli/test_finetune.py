@@ -51,8 +51,14 @@ def test_files_of_ones_own_from_end_to_end(place: Path, tmp_path: Path, capsys: 
     assert "a fixed random choice (--limit)" in told
     assert "majority" in told
     assert {path.name for path in out.iterdir()} >= {
-        "config.yaml", "env.json", "ledger.jsonl", "report.json", "REPORT.md", "predictions.jsonl", "model",
-    }  # fmt: skip
+        "config.yaml",
+        "env.json",
+        "ledger.jsonl",
+        "report.json",
+        "REPORT.md",
+        "predictions.jsonl",
+        "model",
+    }
     report = json.loads((out / "report.json").read_text())
     assert report["results"][0]["config"]["batch_size"] == 8
     assert report["results"][0]["steps"] == 3
@@ -119,7 +125,7 @@ CASES = {
     "out not writable": (BASE + " --out /proc/none", "choose another --out"),
     "engine for a run": (BASE + " --engine transformers", "export it first"),
     "no room for text": (BASE + " --max-length 7", "max_length must be at least 8"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -95,9 +95,13 @@ def test_a_short_run_needs_one_option(preset: str) -> None:
 
 COMMAND_LINES = [
     *([name] for name in COMMANDS if name not in ("data", "paper", "doctor")),
-    ["data", "prepare"], ["data", "show"], ["paper", "fig1"], ["paper", "sweep"], ["paper", "prompt"],
+    ["data", "prepare"],
+    ["data", "show"],
+    ["paper", "fig1"],
+    ["paper", "sweep"],
+    ["paper", "prompt"],
     ["paper", "theory"],
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("command", COMMAND_LINES, ids=" ".join)

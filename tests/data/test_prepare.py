@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from maelm_fast.cli import data as cli
 from maelm_fast.data import prepare as module
@@ -376,6 +376,24 @@ def test_given_tokenizer(text):
         configure(text, tokenizer=given)
 
 
+@pytest.mark.parametrize("mode", ["full", "document"])
+def test_a_given_tokenizer_s_own_special_tokens_begin_samples_and_end_lines(text, mode):
+    names = ["[PAD]", "[UNK]", "[SEP]", "[CLS]", "[MASK]", *WORDS]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(text.parent / "words.json"))
+    given = text.parent / "words.json"
+    manifest = prepare(configure(text, tokenizer=given, vocab_size=None, sample_mode=mode))
+    assert (manifest.special_tokens["[CLS]"], manifest.special_tokens["[SEP]"]) == (3, 2)
+    lines = 0
+    for name in manifest.splits:
+        for sample in TokenStore.open(text.parent / "store", name):
+            assert sample[0] == 3
+            assert set(sample[1:].tolist()) <= {2, *range(5, 15)}
+            lines += (sample == 2).sum()
+    assert lines >= len(text.read_text().split()) / 30
+
+
 def test_a_tokenizer_with_gaps_in_its_ids(text):
     names = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     tokenizer = Tokenizer(models.WordLevel({name: 2 * i for i, name in enumerate(names)}, unk_token="[UNK]"))
@@ -476,9 +494,17 @@ def test_unigram_entropy_is_that_of_the_samples(text):
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("seq_len", 7), ("seq_len", 65_537), ("vocab_size", 260), ("validation", 0.0), ("validation", 1.0), ("workers", 0),
-     ("seed", -1), ("sample_mode", "half")],
-)  # fmt: skip
+    [
+        ("seq_len", 7),
+        ("seq_len", 65_537),
+        ("vocab_size", 260),
+        ("validation", 0.0),
+        ("validation", 1.0),
+        ("workers", 0),
+        ("seed", -1),
+        ("sample_mode", "half"),
+    ],
+)
 def test_values_out_of_range(text, option, value):
     with pytest.raises(UserError, match=f"{option} .*not {value}"):
         configure(text, **{option: value})

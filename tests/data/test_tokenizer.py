@@ -34,6 +34,11 @@ def cased():
     return train_tokenizer(TEXTS, 300, cased=True)
 
 
+def test_what_stands_once_is_no_token():
+    assert train_tokenizer(["qzwx"], 300, cased=False).get_vocab_size() == 261
+    assert train_tokenizer(["qzwx"] * 2, 300, cased=False).get_vocab_size() > 261
+
+
 def test_special_ids(uncased):
     size = uncased.get_vocab_size()
     assert size == 300

@@ -18,7 +18,7 @@ from maelm_fast.batch import layout_of
 from maelm_fast.cli import export as command
 from maelm_fast.config import ModelConfig
 from maelm_fast.errors import UserError
-from maelm_fast.export import huggingface
+from maelm_fast.export import huggingface, mapping
 from maelm_fast.export.huggingface import choose_format, export, fitting_format
 from maelm_fast.model.position_bias import bucket
 from maelm_fast.training.rundir import LoadedRun
@@ -75,17 +75,45 @@ def test_what_fine_tunes_the_export_has_the_dropout_of_pretraining(
     make_run: MakeRun, tmp_path: Path, format: str, fields: dict[str, Any]
 ) -> None:
     """Which equal hidden states do not show: they are computed without."""
-    export(make_run(dropout=0.25, **fields), tmp_path / "out", format)
+    export(make_run(dropout=0.25, init_std=0.03, **fields), tmp_path / "out", format)
     model = transformers.AutoModel.from_pretrained(tmp_path / "out", trust_remote_code=True, local_files_only=True)
     assert (model.config.hidden_dropout_prob, model.config.attention_probs_dropout_prob) == (0.25, 0.25)
     modules = [module for module in model.modules() if isinstance(module, torch.nn.Dropout)]
     assert {module.p for module in modules} == {0.25}
+    assert model.config.initializer_range == 0.03
     if format == "own":  # whose attention has no such module
+        applied: list[Any] = []
+        hooks = [module.register_forward_hook(lambda *_: applied.append(None)) for module in modules]
+        model(torch.randint(3, 280, (2, 20)))
+        assert len(applied) == 1 + 2 * model.config.num_hidden_layers
+        for hook in hooks:
+            hook.remove()
         for module in modules:
             module.p = 0.0
         ids = torch.randint(3, 280, (2, 20))
         assert torch.equal(model.eval()(ids)[0], model(ids)[0])
         assert not torch.allclose(model.train()(ids)[0], model(ids)[0], atol=1e-2)
+
+
+def test_dropout_of_the_own_class_beside_its_encoder(own: tuple[LoadedRun, Path]) -> None:
+    """None in the decoder, as in pretraining; a classifier's before both of its layers."""
+    options = {"trust_remote_code": True, "local_files_only": True}
+    decoder = transformers.AutoModelForMaskedLM.from_pretrained(own[1], **options).train().decoder
+    assert {module.p for module in decoder.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
+    assert {block.attention.dropout_p for block in decoder.blocks} == {0.0}
+    classifier = transformers.AutoModelForSequenceClassification.from_pretrained(own[1], **options)
+    applied: list[Any] = []
+    classifier.dropout.register_forward_hook(lambda *_: applied.append(None))
+    classifier.train()(torch.randint(3, 280, (2, 6)))
+    assert len(applied) == 2
+
+
+def test_the_special_tokens_keep_their_ids() -> None:
+    special = {"bos": 5, "pad": 6, "eos": 7, "mask": 8}
+    config = ModelConfig(hidden_size=32, num_heads=2)
+    for written in (mapping.own_fields(config, special), mapping.stock_fields(config, "mpnet", special)):
+        assert [written[f"{name}_token_id"] for name in ("bos", "pad", "eos")] == [5, 6, 7]
+    assert mapping.own_fields(config, special)["mask_token_id"] == 8
 
 
 @pytest.mark.parametrize("name", presets.variants())

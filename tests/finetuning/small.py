@@ -29,9 +29,14 @@ def tokenizer() -> Tokenizer:
 def config(**fields: Any) -> ModelConfig:
     """140 positions reach beyond the last bucket of 32/128."""
     base = ModelConfig(
-        vocab_size=tokenizer().get_vocab_size(), max_positions=140, hidden_size=32, num_layers=2, num_heads=2,
-        ffn_size=48, decoder_layers=1,
-    )  # fmt: skip
+        vocab_size=tokenizer().get_vocab_size(),
+        max_positions=140,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        ffn_size=48,
+        decoder_layers=1,
+    )
     return replace(base, **fields)
 
 
@@ -84,9 +89,14 @@ def bert_directory(path: Path, kind: str = "Bert", **fields: Any) -> Path:
     import transformers
 
     common = {
-        "vocab_size": len(WORDS), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "intermediate_size": 48, "max_position_embeddings": 140, "pad_token_id": 0,
-    }  # fmt: skip
+        "vocab_size": len(WORDS),
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "max_position_embeddings": 140,
+        "pad_token_id": 0,
+    }
     torch.manual_seed(2)
     model = getattr(transformers, f"{kind}ForMaskedLM")(getattr(transformers, f"{kind}Config")(**common | fields))
     with torch.no_grad():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maelm_fast.finetuning.batches import evaluation_batches, token_batch, update_order
-from maelm_fast.finetuning.text import Inputs
+from maelm_fast.text import Inputs
 
 
 def arrays(*rows: list[int]) -> list[np.ndarray]:

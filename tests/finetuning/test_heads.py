@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from maelm_fast import ops
+from maelm_fast.encoders import PackedEncoder, TokenBatch, load_encoder
 from maelm_fast.export.huggingface import export
-from maelm_fast.finetuning.batches import TokenBatch, token_batch
-from maelm_fast.finetuning.encoders import PackedEncoder, load_encoder
+from maelm_fast.finetuning.batches import token_batch
 from maelm_fast.finetuning.heads import SequenceModel, SpanModel
-from maelm_fast.finetuning.text import TextTokenizer
+from maelm_fast.text import TextTokenizer
 from tests.finetuning import small
 
 TEXTS = (["the fox", "a lazy dog jumps over", "is"], ["over and over", "the dog", "a fox?"])
@@ -63,6 +66,25 @@ def test_dropout_of_a_classifier() -> None:
     kept = 2 * torch.tanh(torch.tensor(2.0))
     assert torch.all((out - kept).abs().lt(1e-6) | (out == 0))
     assert 0.23 < out.ne(0).float().mean() < 0.27
+
+
+def test_a_classifier_s_dropout_has_places_that_the_encoder_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[int] = []
+
+    def spied(name: str) -> Callable[..., Tensor]:
+        op = getattr(ops, name)
+
+        def call(*arguments: Any, **named: Any) -> Tensor:
+            places.append(named["place"] if "place" in named else arguments[3])
+            return op(*arguments, **named)  # type: ignore[no-any-return]
+
+        return call
+
+    for name in ("embed_packed", "attention", "add_norm", "dropout"):
+        monkeypatch.setattr(ops, name, spied(name))
+    model = SequenceModel(packed(0.1), 3, dropout=0.1, seed=0).train()
+    model(batch_for(model.encoder), 1)  # type: ignore[arg-type]
+    assert len(set(places)) == len(places) > 2 + 1
 
 
 @pytest.mark.parametrize("kind", ["sequence", "spans"])

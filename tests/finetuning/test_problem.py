@@ -17,7 +17,7 @@ from maelm_fast.finetuning.examples import SpanExamples, TaskData
 from maelm_fast.finetuning.job import make_problem
 from maelm_fast.finetuning.problem import SentenceProblem, concatenated, predict
 from maelm_fast.finetuning.spans import SpanProblem
-from maelm_fast.finetuning.text import Inputs
+from maelm_fast.text import Inputs
 from tests.finetuning import toys
 
 CPU = torch.device("cpu")

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from maelm_fast.encoders import load_encoder
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning import report as module
 from maelm_fast.finetuning.batches import token_batch
 from maelm_fast.finetuning.config import FinetuneConfig
-from maelm_fast.finetuning.encoders import load_encoder
 from maelm_fast.finetuning.examples import Answer, SpanExamples, TaskData
 from maelm_fast.finetuning.job import finetune, make_problem
 from maelm_fast.finetuning.problem import Evaluation

@@ -29,8 +29,9 @@ from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import TaskData
 from maelm_fast.finetuning.job import finetune, make_problem
 from maelm_fast.finetuning.problem import Problem, SentenceProblem
-from maelm_fast.finetuning.run import Result, evaluation_steps, saved_step, total_updates, train
+from maelm_fast.finetuning.run import Result, evaluation_steps, total_updates, train
 from maelm_fast.stop import Stopped
+from maelm_fast.training.files import newest_whole
 from maelm_fast.work import Ledger
 from tests.finetuning import toys
 from tests.waiting import wait_until
@@ -83,7 +84,7 @@ def test_order_cannot_be_learnt_without_positions() -> None:
 def test_the_loop_equals_a_plain_one(clip: float) -> None:
     """AdamW of PyTorch, unfused, with a schedule written down anew, on single inputs."""
     data, encoder = toys.toy(toys.content_rows, 30, 10), toys.tiny_encoder()
-    config = replace(SHORT, dropout=0.0, warmup=0.25, weight_decay=0.1, clip_norm=clip)
+    config = replace(SHORT, dropout=0.0, warmup=0.25, weight_decay=0.1, clip_norm=clip, betas=(0.7, 0.9), eps=1e-4)
     problem = make_problem(data, encoder, config)
     assert isinstance(problem, SentenceProblem)
     _, model, _ = train(problem, encoder, config, keep_best=False)
@@ -122,7 +123,7 @@ def test_micro_batches_change_only_rounding() -> None:
 def test_updates_are_divided_by_tokens() -> None:
     data, encoder = toys.toy(toys.content_rows, 40, 10), toys.tiny_encoder()
     config = replace(SHORT, micro_batch_tokens=25)
-    loop = module._Loop(make_problem(data, encoder, config), encoder, config, None, None, False, lambda: False)
+    loop = module.FineTuning(make_problem(data, encoder, config), encoder, config, print, None, False)
     indices = np.arange(20)
     parts = loop._micro_batches(indices)
     assert np.concatenate(parts).tolist() == indices.tolist()
@@ -158,6 +159,33 @@ def test_a_seed_decides_the_run_and_the_encoder_stays_as_it_was() -> None:
     assert first.config["lr"] == SHORT.lr
     assert first.steps == first.curve[-1]["step"] == 10
     assert json.loads(json.dumps(first.to_dict())) == first.to_dict() | {"config": first.config}
+
+
+class Watched(SentenceProblem):
+    """Notes the seed of dropout of every forward pass in training, and whether dropout was on."""
+
+    seeds: list[int]
+
+    def loss(self, model: Any, indices: Any, device: torch.device, dropout_seed: Tensor | int | None) -> Tensor:
+        assert dropout_seed is not None
+        assert model.training
+        self.seeds.append(int(dropout_seed))
+        return super().loss(model, indices, device, dropout_seed)
+
+
+def test_every_micro_batch_has_dropout_of_its_own() -> None:
+    """Of each update and within it, after evaluations too; another seed has others."""
+    data, encoder = toys.toy(toys.content_rows, 40, 10), toys.tiny_encoder()
+    seeds = []
+    for seed in (0, 0, 1):
+        config = replace(SHORT, micro_batch_tokens=30, seed=seed)
+        problem = Watched(data, encoder, config)
+        problem.seeds = []
+        train(problem, encoder, config)
+        seeds.append(problem.seeds)
+    assert len(set(seeds[0])) == len(seeds[0]) > 2 * 10
+    assert seeds[1] == seeds[0]
+    assert not set(seeds[0]) & set(seeds[2])
 
 
 class Scripted(SentenceProblem):
@@ -196,6 +224,7 @@ def test_the_best_evaluation_is_kept_and_of_equals_the_first() -> None:
 
 
 def test_updates_without_finite_gradient_are_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.FineTuning, "max_nonfinite", 3)  # in a row, not in all
     data, encoder = toys.toy(toys.content_rows, 40, 20), toys.tiny_encoder()
     problem = Scripted(data, encoder, SHORT, [1.0] * 9)
     problem.broken = {2, 3, 7}
@@ -203,9 +232,27 @@ def test_updates_without_finite_gradient_are_left_out_and_counted(monkeypatch: p
     assert result.skipped == 3
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
     assert all(np.isfinite(row["loss"]) for row in result.curve)
-    monkeypatch.setattr(module, "MAX_NONFINITE", 2)
+    monkeypatch.setattr(module.FineTuning, "max_nonfinite", 2)
     problem.calls = 0
     with pytest.raises(UserError, match=r"2 updates in a row .* step 3"):
+        train(problem, encoder, SHORT)
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("loss", r"out of memory with \d+ tokens in a forward pass: lower --micro-batch-tokens"),
+        ("evaluate", "out of memory in an evaluation: lower --max-length"),
+    ],
+)
+def test_out_of_memory_is_one_line(where: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    data, encoder = toys.toy(toys.content_rows, 40, 20), toys.tiny_encoder()
+    problem = make_problem(data, encoder, SHORT)
+    monkeypatch.setattr(problem, where, full)
+    with pytest.raises(UserError, match=message):
         train(problem, encoder, SHORT)
 
 
@@ -253,9 +300,9 @@ def test_a_damaged_state_is_not_gone_on_with(tmp_path: Path, caplog: pytest.LogC
     whole, _, _ = train(problem, encoder, SHORT)
     with pytest.raises(Stopped):
         train(problem, encoder, SHORT, resume=tmp_path, stop=stopping_at(3))
-    assert saved_step(tmp_path) == 3
+    assert newest_whole(tmp_path) == tmp_path / "step_3"
     spoil(tmp_path / "step_3" / "model.safetensors")
-    assert saved_step(tmp_path) == 0
+    assert newest_whole(tmp_path) is None
     assert numbers(train(problem, encoder, SHORT, resume=tmp_path)[0]) == numbers(whole)
     assert "step_3 is damaged: model.safetensors" in caplog.text
 
@@ -316,7 +363,7 @@ def test_a_full_disk_costs_the_save_and_not_the_run(tmp_path: Path, monkeypatch:
 def test_a_job_goes_on_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, out, data = toys.make_run(tmp_path / "run"), tmp_path / "out", toys.toy(toys.content_rows, 16, 8)
     config = replace(SHORT, epochs=1)
-    with full_disk(50_000), pytest.raises(UserError, match=r"seed_3: .*the same command goes on"):
+    with full_disk(50_000), pytest.raises(UserError, match=r"seed_3: .*the same command resumes"):
         finetune(model, data, config, out, [3], say=quiet)
 
     def no_room(*_: Any) -> None:
@@ -361,8 +408,11 @@ def test_killed_terminated_and_finished_equals_uninterrupted(tmp_path: Path) -> 
     whole = finetune(model, data, SHORT, tmp_path / "whole", [0, 1], say=quiet)
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD.format(model=str(model), out=str(out))],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     wait_until(lambda: list(out.glob("state/seed_0/step_*")), child)
     child.kill()
     child.communicate()
@@ -379,7 +429,7 @@ def test_killed_terminated_and_finished_equals_uninterrupted(tmp_path: Path) -> 
         finetune(model, data, SHORT, out, [0, 1], say=hear)
     assert stopped.value.code == 143
     assert [numbers(Result(**row["result"])) for row in Ledger(out).rows()] == [numbers(whole[0])]
-    assert told[-1] == "[2/2] SIGTERM: stopped at step 1; the same command goes on from there"
+    assert told[-1] == "[2/2] SIGTERM: stopped at step 1; the same command resumes from there"
     assert [path.name for path in (out / "state").glob("*/*")] == ["step_1"]
     results = finetune(model, data, SHORT, out, [0, 1], say=quiet)
     assert [numbers(result) for result in results] == [numbers(result) for result in whole]
@@ -451,8 +501,8 @@ def test_transformers_engine_learns_the_same(tmp_path: Path) -> None:
     """The same weights through transformers' MPNet, padded: the same curve up to rounding. (RoBERTa has a token type
     row to train besides.)"""
     pytest.importorskip("transformers")
+    from maelm_fast.encoders import load_encoder
     from maelm_fast.export.huggingface import export
-    from maelm_fast.finetuning.encoders import load_encoder
     from maelm_fast.training.rundir import load_run
 
     run = toys.make_run(tmp_path / "run")

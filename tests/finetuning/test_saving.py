@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from maelm_fast.encoders import PackedEncoder, TextEncoder, load_encoder
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning import saving
 from maelm_fast.finetuning.batches import token_batch
-from maelm_fast.finetuning.encoders import PackedEncoder, TextEncoder, load_encoder
 from maelm_fast.finetuning.heads import SequenceModel, SpanModel
 from maelm_fast.finetuning.saving import load_finetuned, save, saved_task
 from maelm_fast.finetuning.tasks import get
-from maelm_fast.finetuning.text import TextTokenizer
+from maelm_fast.text import TextTokenizer
 from tests.finetuning import small
 
 TEXTS = (["the fox", "a lazy dog jumps over", "is"], ["over and over", "the dog", "a fox?"])

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from maelm_fast.batch import layout_of
 from maelm_fast.config import ModelConfig
 from maelm_fast.data.tokenizer import BOS, EOS, special_ids, train_tokenizer
+from maelm_fast.encoders import PackedEncoder, TokenBatch
 from maelm_fast.errors import UserError
-from maelm_fast.finetuning.batches import TokenBatch, update_order
+from maelm_fast.finetuning.batches import update_order
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.decoding import decode, error_examples
-from maelm_fast.finetuning.encoders import PackedEncoder
 from maelm_fast.finetuning.examples import Answer, SpanExamples, TaskData
 from maelm_fast.finetuning.spans import SpanProblem, legal_rows, span_loss
 from maelm_fast.finetuning.tasks import get
-from maelm_fast.finetuning.text import TextTokenizer
 from maelm_fast.finetuning.windows import Windows, cut_windows
 from maelm_fast.model.maelm import MaeLm
+from maelm_fast.text import TextTokenizer
 from tests.conftest import WORDS
 
 UNICODE = (
@@ -85,9 +85,17 @@ def random_examples(seed: int, count: int = 12) -> SpanExamples:
 
 def tiny_encoder(bpe: Tokenizer) -> PackedEncoder:
     config = ModelConfig(
-        vocab_size=bpe.get_vocab_size(), max_positions=64, hidden_size=64, num_layers=2, num_heads=4,
-        ffn_size=128, dropout=0.0, init_std=0.1, relative_init="local", decoder="none",
-    )  # fmt: skip
+        vocab_size=bpe.get_vocab_size(),
+        max_positions=64,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        ffn_size=128,
+        dropout=0.0,
+        init_std=0.1,
+        relative_init="local",
+        decoder="none",
+    )
     model = MaeLm(config, special_ids(bpe)["mask"])
     return PackedEncoder(model.encoder, config, TextTokenizer.of_run(bpe), "tiny")
 
@@ -323,16 +331,30 @@ def test_white_space_that_is_a_token_is_no_answer(tokenizer: TextTokenizer) -> N
 
 def test_errors_are_counted_and_shown_worst_first() -> None:
     context = "The quick brown fox jumps over the lazy dog."
-    data = examples([("a", context, []), ("b", context, []), ("c", context, ["fox"]), ("d", context, ["dog"]),
-                     ("e", context, ["brown fox"]), ("f", context, ["lazy"])], "validation")  # fmt: skip
+    data = examples(
+        [
+            ("a", context, []),
+            ("b", context, []),
+            ("c", context, ["fox"]),
+            ("d", context, ["dog"]),
+            ("e", context, ["brown fox"]),
+            ("f", context, ["lazy"]),
+        ],
+        "validation",
+    )
     decoded = SimpleNamespace(
-        texts=["fox", "dog", "the fox", "dog", "fox", "quick"], starts=np.zeros(6, int),
+        texts=["fox", "dog", "the fox", "dog", "fox", "quick"],
+        starts=np.zeros(6, int),
         null_odds=np.array([-1.0, 2.0, -3.0, 4.0, -2.0, -1.0]),
-    )  # fmt: skip
+    )
     errors = error_examples(data, decoded, 0.0, around=6)
     assert errors["counts"] == {
-        "right_answers": 1, "wrong_spans": 2, "missed": 1, "right_refusals": 1, "false_answers": 1,
-    }  # fmt: skip
+        "right_answers": 1,
+        "wrong_spans": 2,
+        "missed": 1,
+        "right_refusals": 1,
+        "false_answers": 1,
+    }
     assert [row["id"] for row in errors["wrong_spans"]] == ["validation5", "validation4"]  # F1 0, then 2/3
     assert errors["wrong_spans"][0]["around_answer"] == "...r the [[lazy]] dog."
     assert errors["wrong_spans"][0]["around_text"] == "The [[quick]] brown..."

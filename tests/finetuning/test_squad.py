@@ -49,7 +49,7 @@ def test_exact_and_f1_by_hand():
 
 
 def test_the_best_of_several_answers_counts():
-    examples = questions(["big cat", "black cat", "the"], [], ["the"])
+    examples = questions(["a dog", "big cat", "black dog", "the"], [], ["the"])
     exacts, f1s = question_scores({"a": "big black cat", "b": "", "c": ""}, examples)
     assert exacts.tolist() == [0.0, 1.0, 1.0]  # answers that normalise to nothing are none
     assert f1s[0] == pytest.approx(4 / 5)

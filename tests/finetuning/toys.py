@@ -12,11 +12,11 @@ import numpy as np
 
 from maelm_fast import presets
 from maelm_fast.data.tokenizer import train_tokenizer
+from maelm_fast.encoders import PackedEncoder
 from maelm_fast.finetuning import tasks
-from maelm_fast.finetuning.encoders import PackedEncoder
 from maelm_fast.finetuning.examples import Examples, TaskData
-from maelm_fast.finetuning.text import TextTokenizer
 from maelm_fast.model.maelm import MaeLm
+from maelm_fast.text import TextTokenizer
 from maelm_fast.training.rundir import LoadedRun, RunRecord, vocabulary_of
 from tests.finetuning.small import run_directory
 

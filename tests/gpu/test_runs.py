@@ -31,6 +31,6 @@ def test_a_run_on_the_gpu_goes_on_from_its_checkpoint(
     last = RunDir(cut).checkpoint(12)
     (last / "model.safetensors").write_bytes(b"damaged")
     pretrain("tiny", run, str(store), str(cut))
-    assert "going on from step 6" in capsys.readouterr().out
+    assert "resuming from step 6" in capsys.readouterr().out
     losses = [[row["loss"] for row in RunDir(r).metrics() if row["kind"] == "train"] for r in (whole, cut)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)

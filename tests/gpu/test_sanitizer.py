@@ -20,7 +20,7 @@ from benchmarks import ops
 from benchmarks.registry import ENTRIES, Setting
 
 device = sys.argv[1]
-setting = Setting(device, torch.bfloat16, sequences=2, length=150, width=128, heads=2, ffn=256, vocab=1000)
+setting = Setting(device, torch.bfloat16, sequences=2, length=150, ffn=256, vocab=1000)
 for name, entry in ENTRIES.items():
     if device == "cuda" or name != "mask_and_pack":  # which is the host's on a CPU
         print(name, ops.backend_of(entry, entry.inputs(setting)), ops.gate(entry, setting), flush=True)

@@ -341,9 +341,10 @@ def test_kernel(reach: int, p: float, dtype: torch.dtype) -> None:
 def test_kernel_where_a_program_walks_through_several_query_tiles(monkeypatch: pytest.MonkeyPatch, p: float) -> None:
     """It adds to the same cells of the bias's gradient again. The tiles are those of the device under test."""
     from maelm_fast.kernels import attention as kernels
+    from maelm_fast.kernels import attention_tiles
 
     dim, reach = (64, 91) if DEVICE == "cuda" else (16, 23)
-    tiles = kernels.tiles_for(torch.device(DEVICE), dim)
+    tiles = attention_tiles.tiles_for(torch.device(DEVICE), dim)
     own = tiles.fwd.own
     lengths = [2 * own + 1, own - 1, own, own + 1]
     monkeypatch.setattr(kernels, "_programs", lambda *_: 2)

@@ -326,7 +326,7 @@ def test_killed_in_the_middle_of_fine_tuning(
     assert len(calls) == 3
     assert len(rows_of(out, "finetune")) == 1
     assert any((out / "states").iterdir())
-    assert "the same command goes on" in capsys.readouterr().out
+    assert "the same command resumes" in capsys.readouterr().out
     assert main(command("fig5", store, out, "--tasks", tasks)) == 0
     assert not any((out / "states").iterdir())
 

@@ -16,17 +16,17 @@ from maelm_fast.analysis import fill
 from maelm_fast.config import MaskingConfig
 from maelm_fast.data.masking import pack_masked
 from maelm_fast.data.tokenizer import train_tokenizer
+from maelm_fast.encoders import load_encoder, packed_prompts
 from maelm_fast.errors import UserError
 from maelm_fast.export.huggingface import export
 from maelm_fast.finetuning import tasks
 from maelm_fast.finetuning.batches import token_batch
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, TaskData
-from maelm_fast.finetuning.text import TextTokenizer
 from maelm_fast.paper.prompting.cloze import ClozeModel, ClozeProblem
-from maelm_fast.paper.prompting.masked_lm import load_masked_lm, packed_prompts
 from maelm_fast.paper.prompting.templates import TEMPLATES, Template, parse, template_for
 from maelm_fast.paper.prompting.tokens import Prompts, label_ids, shown
+from maelm_fast.text import TextTokenizer
 from maelm_fast.training.rundir import load_run, vocabulary_of
 from tests.finetuning.small import bert_directory, loaded_run, run_directory, wordpiece
 
@@ -193,7 +193,7 @@ def test_scores_are_those_of_the_pretraining_network(
     tmp_path: Path, fields: dict[str, Any], masking: MaskingConfig, mask_in: str
 ) -> None:
     path = make_run(tmp_path / "run", masking, **fields)
-    lm, run = load_masked_lm(path, dropout=0.1), load_run(path)
+    lm, run = load_encoder(path, dropout=0.1, head=True), load_run(path)
     assert (lm.mask_in, lm.engine, lm.step) == (mask_in, "packed", 10)
     texts = ["The man plays.", "the plot was thin and the sky is blue"]
     problem = ClozeProblem(_data(texts), lm, template_for(tasks.get("sst2")), CONFIG)
@@ -217,7 +217,7 @@ def test_an_exported_mlm_run_says_the_same_through_transformers(tmp_path: Path) 
     texts = ["The man plays.", "the plot was thin and the sky is blue", "the violin"]
     scores = []
     for directory, engine in ((path, "auto"), (tmp_path / "hf", "auto"), (tmp_path / "hf", "packed")):
-        lm = load_masked_lm(directory, engine=engine)  # type: ignore[arg-type]
+        lm = load_encoder(directory, engine=engine, head=True)  # type: ignore[arg-type]
         problem = ClozeProblem(_data(texts), lm, template_for(tasks.get("sst2")), CONFIG)
         with torch.no_grad():
             scores.append(problem.model(lm, CONFIG).eval()(token_batch(problem.validation["validation"], [0, 1, 2])))
@@ -233,13 +233,13 @@ def test_hugging_face_scores_are_those_of_a_plain_call(tmp_path: Path, kind: str
 
     fields = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48} if kind == "DistilBert" else {}
     path = bert_directory(tmp_path / "hf", kind, **fields)
-    lm, plain = load_masked_lm(path), transformers.AutoModelForMaskedLM.from_pretrained(path).eval()
+    lm, plain = load_encoder(path, head=True), transformers.AutoModelForMaskedLM.from_pretrained(path).eval()
     prompts = Prompts(lm.tokenizer, Template("a {1} is {mask}", {})).encode((["lazy dog", "fox"],), 64)
     widths: list[int] = []
     projection = lm.network.get_output_embeddings()  # type: ignore[operator,union-attr]
     projection.register_forward_hook(lambda _, __, output: widths.append(output.shape[1]))
     with torch.no_grad():
-        found = lm(token_batch(prompts, [0, 1]))
+        found = lm.fill(token_batch(prompts, [0, 1]))
         assert widths == [1]
         for row, ids in zip(found, prompts.ids, strict=True):
             logits = plain(torch.from_numpy(ids).long()[None]).logits[0]
@@ -250,49 +250,49 @@ def test_models_that_cannot_be_prompted(tmp_path: Path) -> None:
     import transformers
 
     with pytest.raises(UserError, match="random tokens in the place"):
-        load_masked_lm(make_run(tmp_path / "random", MaskingConfig(policy="random")))
+        load_encoder(make_run(tmp_path / "random", MaskingConfig(policy="random")), head=True)
     with pytest.raises(UserError, match="causal_cross decoder"):
-        load_masked_lm(make_run(tmp_path / "causal", decoder="causal_cross"))
+        load_encoder(make_run(tmp_path / "causal", decoder="causal_cross"), head=True)
     export(load_run(make_run(tmp_path / "mae", relative_bias="none")), tmp_path / "stock")
     for engine in ("auto", "packed"):
         with pytest.raises(UserError, match="without the head that fills in"):
-            load_masked_lm(tmp_path / "stock", engine=engine)  # type: ignore[arg-type]
+            load_encoder(tmp_path / "stock", engine=engine, head=True)  # type: ignore[arg-type]
     export(load_run(tmp_path / "mae"), tmp_path / "own", "own")
     with pytest.raises(UserError, match="prompt the run directory instead"):
-        load_masked_lm(tmp_path / "own")
+        load_encoder(tmp_path / "own", head=True)
     with pytest.raises(UserError, match="no such directory"):
-        load_masked_lm(tmp_path / "nowhere")
+        load_encoder(tmp_path / "nowhere", head=True)
     bare = bert_directory(tmp_path / "bare")
     transformers.BertModel.from_pretrained(bare).save_pretrained(bare)
     with pytest.raises(UserError, match="without the head that fills in"):
-        load_masked_lm(bare)
+        load_encoder(bare, head=True)
 
 
 def test_dropout_is_a_function_of_the_seed_and_reaches_the_encoder(tmp_path: Path) -> None:
-    lm = load_masked_lm(make_run(tmp_path / "run"), dropout=0.3).train()
+    lm = load_encoder(make_run(tmp_path / "run"), dropout=0.3, head=True).train()
     batch = token_batch(Prompts(ours(), template_for(tasks.get("sst2"))).encode((["the man"],), 64), [0])
     with torch.no_grad():
-        first, again, other = (lm(batch, seed) for seed in (1, torch.tensor(1), 2))
+        first, again, other = (lm.fill(batch, seed) for seed in (1, torch.tensor(1), 2))
         torch.testing.assert_close(first, again)
         assert not torch.allclose(first, other)
-        torch.testing.assert_close(lm.eval()(batch, 1), lm(batch))
+        torch.testing.assert_close(lm.eval().fill(batch, 1), lm.fill(batch))
 
 
 def test_dropout_of_a_hugging_face_model_is_a_function_of_the_seed_too(tmp_path: Path) -> None:
-    lm = load_masked_lm(bert_directory(tmp_path / "hf"), dropout=0.3).train()
+    lm = load_encoder(bert_directory(tmp_path / "hf"), dropout=0.3, head=True).train()
     prompts = Prompts(lm.tokenizer, Template("a {1} is {mask}", {})).encode((["lazy dog", "fox"],), 64)
     long, short = (token_batch(prompts, [i]) for i in (0, 1))
     with torch.no_grad():
-        first, again, other = (lm(long, seed) for seed in (1, 1, 2))
+        first, again, other = (lm.fill(long, seed) for seed in (1, 1, 2))
         torch.testing.assert_close(first, again, rtol=0, atol=0)
         assert not torch.allclose(first, other)
-        found = copy.deepcopy(lm)(short, 1)  # as training copies it; it must look at its own [MASK]
-        torch.testing.assert_close(found, lm(short, 1))
+        found = copy.deepcopy(lm).fill(short, 1)  # as training copies it; it must look at its own [MASK]
+        torch.testing.assert_close(found, lm.fill(short, 1))
 
 
 def test_regression_is_the_mixture_of_the_two_poles(tmp_path: Path) -> None:
     task = tasks.get("stsb")
-    lm = load_masked_lm(make_run(tmp_path / "run"))
+    lm = load_encoder(make_run(tmp_path / "run"), head=True)
     examples = Examples(
         task, "train", "x", ["a", "b"], (["the man", "the sky"], ["A man", "it was"]), np.array([0.0, 4.0], np.float32)
     )

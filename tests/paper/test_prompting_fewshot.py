@@ -15,18 +15,18 @@ import torch.nn.functional as F
 from maelm_fast import presets
 from maelm_fast.data.masking import pack_masked
 from maelm_fast.data.tokenizer import train_tokenizer
+from maelm_fast.encoders import load_encoder
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning import tasks
 from maelm_fast.finetuning.examples import Examples, TaskData
-from maelm_fast.finetuning.text import TextTokenizer
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.paper.prompting.cloze import ClozeProblem
 from maelm_fast.paper.prompting.fewshot import DEVELOPMENT, SPLIT_SEEDS, FewShotConfig, base_config, draw, few_shot
-from maelm_fast.paper.prompting.masked_lm import load_masked_lm
 from maelm_fast.paper.prompting.run import METRICS, make_question
 from maelm_fast.paper.prompting.templates import template_for
 from maelm_fast.paper.prompting.tokens import Prompts, label_ids
 from maelm_fast.stop import Stopped
+from maelm_fast.text import TextTokenizer
 from maelm_fast.training.rundir import LoadedRun, RunRecord, vocabulary_of
 from tests.finetuning.small import run_directory
 
@@ -100,7 +100,7 @@ def pretrained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def test_zero_shot_finds_what_the_language_says(pretrained: Path) -> None:
-    lm = load_masked_lm(pretrained)
+    lm = load_encoder(pretrained, head=True)
     data = toy(SEEN)
     problem = ClozeProblem(data, lm, template_for(data.task), BASE)
     result = problem.evaluate(problem.model(lm, BASE), torch.device("cpu"), "fp32")
@@ -112,7 +112,7 @@ def test_zero_shot_finds_what_the_language_says(pretrained: Path) -> None:
 
 
 def test_a_few_examples_teach_what_the_language_did_not(pretrained: Path, tmp_path: Path) -> None:
-    lm = load_masked_lm(pretrained)
+    lm = load_encoder(pretrained, head=True)
     data = toy((UNSEEN,))
     template = template_for(data.task)
 
@@ -140,7 +140,7 @@ def test_a_few_examples_teach_what_the_language_did_not(pretrained: Path, tmp_pa
 
 
 def test_a_stop_goes_on_where_it_was(pretrained: Path, tmp_path: Path) -> None:
-    lm = load_masked_lm(pretrained)
+    lm = load_encoder(pretrained, head=True)
     data = toy((UNSEEN,))
 
     def make(part: TaskData, config: Any) -> ClozeProblem:

@@ -122,14 +122,14 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(command("fig1", store, tmp_path / "whole")) == 0
-    evaluate = Trainer._evaluate
+    evaluate = Trainer.evaluate
 
-    def and_kill(self: Trainer, *arguments: Any) -> None:
-        evaluate(self, *arguments)
+    def and_kill(self: Trainer) -> None:
+        evaluate(self)
         os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_evaluate", and_kill)
+        patch.setattr(Trainer, "evaluate", and_kill)
         assert main(command("fig1", store, tmp_path / "cut")) == 143
     assert Ledger(tmp_path / "cut").rows() == []
     assert "stopped with 1 of 1 runs unfinished" in capsys.readouterr().out
@@ -141,7 +141,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(
         days.append(int(shown.replace(",", "")))
     assert 0 < days[1] < 0.8 * days[0]
     assert main(command("fig1", store, tmp_path / "cut")) == 0
-    assert "going on from step " in capsys.readouterr().out
+    assert "resuming from step " in capsys.readouterr().out
     keys = ("val_loss", "step", "tokens")
     whole, cut = (Ledger(tmp_path / name).rows()[0]["result"] for name in ("whole", "cut"))
     assert [whole[key] for key in keys] == [cut[key] for key in keys]

@@ -391,7 +391,7 @@ def test_gpus_are_taken_as_the_user_shows_them(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_run_is_what_train_gives_also_when_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from maelm_fast.finetuning.encoders import load_encoder
+    from maelm_fast.encoders import load_encoder
     from maelm_fast.finetuning.job import make_problem
     from maelm_fast.finetuning.run import train
 

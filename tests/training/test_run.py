@@ -181,7 +181,7 @@ class Killed(Exception):
 
 def pretrain_until(cut: int, *arguments: Any) -> None:
     """A run that dies after `cut` updates."""
-    update = Trainer._update
+    update = Trainer.update
 
     def dies(self: Trainer, *args: Any) -> Any:
         if self.progress.step == cut:
@@ -189,7 +189,7 @@ def pretrain_until(cut: int, *arguments: Any) -> None:
         return update(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_update", dies)
+        patch.setattr(Trainer, "update", dies)
         with pytest.raises(Killed):
             pretrain(*arguments)
 
@@ -205,7 +205,7 @@ def test_resume_is_bitwise(
     capsys.readouterr()
     pretrain("tiny", config(), str(store), str(out))
     printed = capsys.readouterr().out
-    assert (f"going on from step {cut - cut % 2}\n" in printed) == (cut > 1)  # else there is no checkpoint yet
+    assert (f"resuming from step {cut - cut % 2}\n" in printed) == (cut > 1)  # else there is no checkpoint yet
     assert_same(out, whole)
 
 
@@ -311,10 +311,10 @@ def test_sigkill_and_sigterm_leave_a_run_that_goes_on(
     asked = start(store, cut, after=2, device=device)
     asked.send_signal(signal.SIGTERM)
     output = release(asked, cut, code=143)
-    assert "going on from step 4\n" in output
+    assert "resuming from step 4\n" in output
     assert "SIGTERM: saved at step 7;" in output
     pretrain("tiny", config(runtime={"device": device}), str(store), str(cut))
-    assert "going on from step 7\n" in capsys.readouterr().out
+    assert "resuming from step 7\n" in capsys.readouterr().out
     if device == "cpu":
         assert_same(cut, whole)
     losses = [[row["loss"] for row in rows(run) if row["kind"] == "train"] for run in (cut, whole)]
@@ -373,7 +373,7 @@ def test_a_damaged_checkpoint_is_passed_over(
         (newest / "checksums.json").unlink()
     pretrain("tiny", config(), str(store), str(run))
     assert "going back to the one before" in caplog.text
-    assert "going on from step 4\n" in capsys.readouterr().out
+    assert "resuming from step 4\n" in capsys.readouterr().out
     assert_same(run, whole)
 
 
@@ -388,10 +388,10 @@ def test_only_damaged_checkpoints_is_an_error(store: Path, whole: Path, tmp_path
 def test_a_damaged_checkpoint_further_on_does_not_crowd_out_what_is_saved(tmp_path: Path) -> None:
     model, run = torch.nn.Linear(2, 2), RunDir(tmp_path)
     optimizer = torch.optim.AdamW(model.parameters())
-    checkpoint.save(run, model, optimizer, checkpoint.Progress(step=30), keep=1)
+    checkpoint.save(run.checkpoints, 30, model, optimizer, {}, keep=1)
     (run.checkpoint(30) / "model.safetensors").write_bytes(b"damaged")
     for step in (10, 20):
-        checkpoint.save(run, model, optimizer, checkpoint.Progress(step=step), keep=1)
+        checkpoint.save(run.checkpoints, step, model, optimizer, {}, keep=1)
     assert run.steps() == [20, 30]
     assert run.last_whole_checkpoint() == run.checkpoint(20)
 
@@ -475,14 +475,14 @@ def test_nonfinite_updates_are_skipped_counted_and_end_the_run(
         loss, correct = forward(self, batch, dropout_seed)
         return (loss * float("nan") if self.training and poisoned.update in bad else loss), correct
 
-    update = Trainer._update
+    update = Trainer.update
 
     def counted(self: Trainer, *args: Any) -> dict[str, Any]:
         poisoned.update = self.progress.step  # type: ignore[attr-defined]
         return update(self, *args)
 
     monkeypatch.setattr(trainer.MaeLm, "forward", poisoned)
-    monkeypatch.setattr(Trainer, "_update", counted)
+    monkeypatch.setattr(Trainer, "update", counted)
     once = tmp_path / "once"
     pretrain("tiny", config(), str(store), str(once))
     train = [r for r in rows(once) if r["kind"] == "train"]

@@ -1,6 +1,6 @@
 """`maelm-fast paper EXPERIMENT --scale SCALE`: a figure or table of the paper, planned, run and reported.
 
-The plan and what it costs are shown first. Started again, by hand or beside itself, the command goes on with what is
+The plan and what it costs are shown first. Started again, by hand or beside itself, the command resumes what is
 not finished; see maelm_fast/paper/run.py for the files.
 """
 
@@ -100,7 +100,7 @@ def main(name: str, argv: list[str]) -> int:
     results = Results(plan, Ledger(out))
     _write(results, out)
     if stopped is not None:
-        print(f"stopped with {len(results.unfinished())} of {len(plan.runs)} runs unfinished; the same command goes on")
+        print(f"stopped with {len(results.unfinished())} of {len(plan.runs)} runs unfinished; the same command resumes")
         raise stopped
     return 1 if results.errors() else 0
 

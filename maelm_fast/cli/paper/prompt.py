@@ -1,6 +1,6 @@
 """`maelm-fast paper prompt TASK... --model DIR --data DIR --out OUT`: zero-shot and few-shot, as Table 7.
 
-Started again, by hand or beside itself, the command goes on with what is not finished; see
+Started again, by hand or beside itself, the command resumes what is not finished; see
 maelm_fast/finetuning/prompting/run.py for the files.
 """
 
@@ -16,6 +16,7 @@ from maelm_fast.cli.common import option, parse
 from maelm_fast.cli.paper.sweep import parse_model
 from maelm_fast.cli.tasks import TaskOptions
 from maelm_fast.config import require
+from maelm_fast.encoders import load_encoder
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, read_task
@@ -29,7 +30,6 @@ from maelm_fast.paper.prompting.fewshot import (
     FewShotConfig,
     base_config,
 )
-from maelm_fast.paper.prompting.masked_lm import load_masked_lm
 from maelm_fast.paper.prompting.report import REPORT, write_report
 from maelm_fast.paper.prompting.run import MODES, Mode, Plan, Question, check, engine_of, make_question, run_plan
 from maelm_fast.paper.prompting.templates import TEMPLATES, template_for
@@ -120,7 +120,7 @@ def main(argv: list[str]) -> int:
     print("\n" + write_report(plan, out, about, printed) + "\n")
     print(f"{out / REPORT}, {RESULTS}")
     if stopped is not None:
-        print("stopped; the same command goes on")
+        print("stopped; the same command resumes")
         raise stopped
     return 0
 
@@ -201,7 +201,7 @@ def _printed(mode: Mode) -> list[PrintedRow]:
 def _show(plan: Plan, count: int) -> None:
     """Per model and task the tokens, special ones included, of the first test examples."""
     for model in plan.models:
-        lm = load_masked_lm(model.path, step=model.step, engine=engine_of(plan, model))
+        lm = load_encoder(model.path, step=model.step, engine=engine_of(plan, model), head=True)
         for question in plan.questions:
             task, template = question.data.task, question.template
             ids = label_ids(lm.tokenizer, template, len(task.text_columns))

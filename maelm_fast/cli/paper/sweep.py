@@ -1,6 +1,6 @@
 """`maelm-fast paper sweep TASK... --model DIR --data DIR --grid GRID --out OUT`: a grid over seeds, tasks and models.
 
-Started again, by hand or beside itself, the command goes on with what is not finished; finetuning/sweep.py says which
+Started again, by hand or beside itself, the command resumes what is not finished; paper/sweep.py says which
 files there are, and in which order runs are taken up.
 """
 
@@ -107,7 +107,7 @@ def main(argv: list[str]) -> int:
     done = read_done(out)
     if stopped is not None:
         left = len(done.unfinished(sweep))
-        print(f"stopped with {left} of {len(sweep.runs)} runs unfinished; the same command goes on")
+        print(f"stopped with {left} of {len(sweep.runs)} runs unfinished; the same command resumes")
         raise stopped
     if failed := [run for run in sweep.runs if run.key in done.errors]:
         print(f"{len(failed)} of {len(sweep.runs)} runs failed; the same command tries them again")

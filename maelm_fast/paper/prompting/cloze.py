@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from maelm_fast.finetuning.batches import TokenBatch, to_device, token_batch
+from maelm_fast.encoders import TextEncoder, TokenBatch, to_device
+from maelm_fast.finetuning.batches import token_batch
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import TaskData
 from maelm_fast.finetuning.problem import SentenceProblem
-from maelm_fast.paper.prompting.masked_lm import MaskedLm
 from maelm_fast.paper.prompting.templates import Template
 from maelm_fast.paper.prompting.tokens import Prompts, label_ids
 
@@ -32,14 +32,14 @@ class ClozeModel(nn.Module):
 
     label_ids: Tensor
 
-    def __init__(self, encoder: MaskedLm, label_ids: list[int], regression: bool) -> None:
+    def __init__(self, encoder: TextEncoder, label_ids: list[int], regression: bool) -> None:
         super().__init__()
         self.encoder, self.regression = encoder, regression
         self.register_buffer("label_ids", torch.tensor(label_ids), persistent=False)
 
     def scores(self, batch: TokenBatch, dropout_seed: Tensor | int | None = None) -> Tensor:
         """(S, K) fp32: the label words' logits."""
-        logits: Tensor = self.encoder(batch, dropout_seed)
+        logits: Tensor = self.encoder.fill(batch, dropout_seed)
         return logits.index_select(1, self.label_ids).float()
 
     def forward(self, batch: TokenBatch, dropout_seed: Tensor | int | None = None) -> Tensor:
@@ -59,14 +59,14 @@ class _Asked:
 class ClozeProblem(SentenceProblem):
     """A classification or regression task through a template."""
 
-    def __init__(self, data: TaskData, encoder: MaskedLm, template: Template, config: FinetuneConfig) -> None:
+    def __init__(self, data: TaskData, encoder: TextEncoder, template: Template, config: FinetuneConfig) -> None:
         """Raises UserError if a label word is not one token of the encoder's, or the template does not fit."""
         asked: Any = _Asked(Prompts(encoder.tokenizer, template), encoder.max_length)
         self.label_ids = label_ids(encoder.tokenizer, template, len(data.task.text_columns))
         super().__init__(data, asked, config)
 
     def model(self, encoder: Any, config: FinetuneConfig) -> ClozeModel:  # type: ignore[override]
-        """encoder: a MaskedLm."""
+        """encoder: with its head."""
         return ClozeModel(encoder, self.label_ids, self.task.kind == "regression")
 
     def loss(

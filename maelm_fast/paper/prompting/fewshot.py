@@ -13,19 +13,18 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from torch import nn
 
 from maelm_fast.config import require
 from maelm_fast.data.order import permutation
+from maelm_fast.encoders import TextEncoder
 from maelm_fast.finetuning.config import FinetuneConfig
-from maelm_fast.finetuning.encoders import TextEncoder
 from maelm_fast.finetuning.examples import Examples, TaskData
 from maelm_fast.finetuning.problem import Problem
 from maelm_fast.finetuning.run import Watch, train
-from maelm_fast.paper.prompting.masked_lm import MaskedLm
 from maelm_fast.paper.prompting.templates import POLES
 from maelm_fast.stop import Stop
 
@@ -102,7 +101,7 @@ MakeProblem = Callable[[TaskData, FinetuneConfig], Problem]
 
 def few_shot(
     data: TaskData,
-    encoder: TextEncoder | MaskedLm,
+    encoder: TextEncoder,
     make: MakeProblem,
     few: FewShotConfig,
     base: FinetuneConfig,
@@ -130,11 +129,18 @@ def few_shot(
             )
             problem = make(TaskData(data.task, repeated, {DEVELOPMENT: development}, ()), config)
             state = resume / f"lr{lr:g}-batch{size}" if resume else None
-            result, model, _ = train(problem, cast(TextEncoder, encoder), config, watch=watch, resume=state, stop=stop)
+            result, model, _ = train(problem, encoder, config, watch=watch, resume=state, stop=stop)
             cells.append(
-                {"lr": lr, "batch_size": size, "development": result.best, "best_step": result.best_step,
-                 "skipped": result.skipped, "seconds": result.seconds, "truncation": problem.truncation}
-            )  # fmt: skip
+                {
+                    "lr": lr,
+                    "batch_size": size,
+                    "development": result.best,
+                    "best_step": result.best_step,
+                    "skipped": result.skipped,
+                    "seconds": result.seconds,
+                    "truncation": problem.truncation,
+                }
+            )
             if max(cells, key=lambda cell: float(cell["development"])) is cells[-1]:
                 best = model
     assert best is not None

@@ -49,7 +49,7 @@ def write_report(
             write_results(out, rows)
             write_text(out / REPORT, "\n".join([*tables, *_explained(plan, found, about)]).rstrip() + "\n")
         except OSError as error:
-            raise UserError(f"cannot write in {out}: {error.strerror}; the same command goes on") from None
+            raise UserError(f"cannot write in {out}: {error.strerror}; the same command resumes") from None
     return "\n".join(tables).rstrip()
 
 

@@ -19,16 +19,15 @@ from torch import nn
 from maelm_fast import work as queue
 from maelm_fast.config import require, to_dict
 from maelm_fast.data.order import subset
+from maelm_fast.encoders import Engine, TextEncoder, load_encoder
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
-from maelm_fast.finetuning.encoders import Engine, TextEncoder, load_encoder
 from maelm_fast.finetuning.examples import Examples, TaskData
 from maelm_fast.finetuning.fingerprint import data_fingerprint, deciding, digest
 from maelm_fast.finetuning.problem import SentenceProblem
 from maelm_fast.finetuning.run import Watch, device_of
 from maelm_fast.paper.prompting.cloze import ClozeProblem
 from maelm_fast.paper.prompting.fewshot import FewShotConfig, draw, few_shot
-from maelm_fast.paper.prompting.masked_lm import MaskedLm, load_masked_lm
 from maelm_fast.paper.prompting.templates import Template
 from maelm_fast.paper.prompting.tokens import label_ids, shown
 from maelm_fast.paper.sweep import Model
@@ -177,7 +176,7 @@ def _write(path: Path, predictions: list[dict[str, Any]]) -> None:
         path.parent.mkdir(exist_ok=True)
         write_text(path, "".join(json.dumps(row) + "\n" for row in predictions))
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; the same command goes on") from None
+        raise UserError(f"cannot write {path}: {error.strerror}; the same command resumes") from None
 
 
 class Worker(queue.Worker[Unit]):
@@ -185,7 +184,7 @@ class Worker(queue.Worker[Unit]):
 
     def __init__(self, plan: Plan, out: Path, watch: Watch | None = None) -> None:
         self.plan, self.out, self.watch = plan, out, watch
-        self.encoder: tuple[Any, TextEncoder | MaskedLm] | None = None
+        self.encoder: tuple[Any, TextEncoder] | None = None
         self.test: tuple[Any, SentenceProblem] | None = None
         self.device, self.precision = device_of(plan.base)
 
@@ -207,7 +206,7 @@ class Worker(queue.Worker[Unit]):
         encoder = self._encoder(unit)
 
         def make(part: TaskData, config: FinetuneConfig) -> SentenceProblem:
-            if isinstance(encoder, MaskedLm):
+            if encoder.mask_in is not None:
                 return ClozeProblem(part, encoder, unit.question.template, config)
             return SentenceProblem(part, encoder, config)
 
@@ -216,23 +215,32 @@ class Worker(queue.Worker[Unit]):
             self.test = place, make(replace(data, train=data.train.take([])), plan.base)
         test = self.test[1]
         result: dict[str, Any] = {
-            "engine": encoder.engine, "device": device_name(self.device), "precision": self.precision,
-        }  # fmt: skip
+            "engine": encoder.engine,
+            "device": device_name(self.device),
+            "precision": self.precision,
+        }
         if unit.seed is None:
             assert isinstance(test, ClozeProblem)
             model: nn.Module = test.model(encoder, plan.base).to(self.device)
         else:
             found, model = few_shot(
-                data, encoder, make, plan.few, plan.base, unit.seed,
-                watch=self.watch, resume=self.out / "states" / unit.config, stop=stop,
-            )  # fmt: skip
+                data,
+                encoder,
+                make,
+                plan.few,
+                plan.base,
+                unit.seed,
+                watch=self.watch,
+                resume=self.out / "states" / unit.config,
+                stop=stop,
+            )
             result |= found
         evaluation = test.evaluate(model, self.device, self.precision)
         truncation = {split: test.truncation[split] for split in data.validation}
         result |= {"test": evaluation.metrics, "test_truncation": truncation, **evaluation.details}
         return result, evaluation.predictions
 
-    def _encoder(self, unit: Unit) -> TextEncoder | MaskedLm:
+    def _encoder(self, unit: Unit) -> TextEncoder:
         place = (unit.model, unit.mode == "head")
         if self.encoder is None or self.encoder[0] != place:
             self.encoder = None  # two models at once may be more than the memory holds
@@ -244,8 +252,10 @@ def _encoder(plan: Plan, model: Model) -> TextEncoder:
     return load_encoder(model.path, step=model.step, engine=engine_of(plan, model), dropout=plan.base.dropout)
 
 
-def _masked_lm(plan: Plan, model: Model) -> MaskedLm:
-    return load_masked_lm(model.path, step=model.step, engine=engine_of(plan, model), dropout=plan.base.dropout)
+def _masked_lm(plan: Plan, model: Model) -> TextEncoder:
+    return load_encoder(
+        model.path, step=model.step, engine=engine_of(plan, model), dropout=plan.base.dropout, head=True
+    )
 
 
 def engine_of(plan: Plan, model: Model) -> Engine:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from maelm_fast.config import require
 from maelm_fast.errors import UserError
-from maelm_fast.finetuning.text import Inputs, TextTokenizer
 from maelm_fast.paper.prompting.templates import Field, Halves, Part, Template, parse
+from maelm_fast.text import Inputs, TextTokenizer
 
 
 @dataclass(frozen=True)

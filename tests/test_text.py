@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from maelm_fast.errors import UserError
-from maelm_fast.finetuning.text import TextTokenizer
+from maelm_fast.text import TextTokenizer
 from tests.finetuning import small
 
 
@@ -76,9 +76,18 @@ def test_a_run_with_bert_s_tokenizer_keeps_the_released_form(theirs: Any) -> Non
 
 @pytest.mark.parametrize(
     ("first", "second", "room", "kept"),
-    [(3, 2, 5, (3, 2)), (9, 2, 5, (3, 2)), (2, 9, 5, (2, 3)), (9, 8, 6, (3, 3)), (9, 9, 7, (4, 3)), (3, 4, 6, (3, 3)),
-     (4, 3, 6, (3, 3)), (4, 4, 7, (4, 3)), (2, 3, 4, (2, 2))],
-)  # fmt: skip
+    [
+        (3, 2, 5, (3, 2)),
+        (9, 2, 5, (3, 2)),
+        (2, 9, 5, (2, 3)),
+        (9, 8, 6, (3, 3)),
+        (9, 9, 7, (4, 3)),
+        (3, 4, 6, (3, 3)),
+        (4, 3, 6, (3, 3)),
+        (4, 4, 7, (4, 3)),
+        (2, 3, 4, (2, 2)),
+    ],
+)
 def test_the_longer_text_is_cut_first(
     ours: TextTokenizer, first: int, second: int, room: int, kept: tuple[int, int]
 ) -> None:
@@ -117,8 +126,13 @@ def test_lines_are_joined_by_one_space_and_offsets_are_of_the_text(ours: TextTok
                 if token != 1 or tokenizer is ours:  # [UNK]
                     assert original[begin:end].strip().lower() == written
     assert [text[a:b] for a, b in bert.tokenize_with_offsets([text])[0].offsets] == [
-        "the", "Fox", "jumps", "over", "a", "lazy",
-    ]  # fmt: skip
+        "the",
+        "Fox",
+        "jumps",
+        "over",
+        "a",
+        "lazy",
+    ]
     words = {text[a:b].strip() for a, b in ours.tokenize_with_offsets([text])[0].offsets}
     assert {"the", "Fox", "lazy"} <= words
 
@@ -133,7 +147,7 @@ def test_parts_of_a_text_are_taken_as_they_are(ours: TextTokenizer) -> None:
 def test_texts_of_several_portions_stay_in_order(ours: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["the fox", "a dog", "lazy", "", "over the dog"]
     expected = [ids.tolist() for ids in ours.tokenize(texts)]
-    monkeypatch.setattr("maelm_fast.finetuning.text._AT_ONCE", 2)
+    monkeypatch.setattr("maelm_fast.text._AT_ONCE", 2)
     assert [ids.tolist() for ids in ours.tokenize(texts)] == expected == [plain(text) for text in texts]
     assert [piece.ids.tolist() for piece in ours.tokenize_with_offsets(texts)] == expected
 

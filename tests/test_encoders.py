@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from maelm_fast.batch import layout_of
+from maelm_fast.encoders import PackedEncoder, TextEncoder, TokenBatch, TransformersEncoder, load_encoder, seeded
 from maelm_fast.errors import UserError
 from maelm_fast.export.huggingface import export
-from maelm_fast.finetuning.batches import TokenBatch, token_batch
-from maelm_fast.finetuning.encoders import PackedEncoder, TextEncoder, TransformersEncoder, load_encoder, seeded
+from maelm_fast.finetuning.batches import token_batch
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training.trainer import build_model
 from tests.finetuning import small
@@ -53,8 +53,12 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
     encoder = load_encoder(path, dropout=0.25)
     assert isinstance(encoder, PackedEncoder)
     assert (encoder.engine, encoder.name, encoder.step, encoder.hidden_size, encoder.max_length) == (
-        "packed", "run", 10, 32, 140,
-    )  # fmt: skip
+        "packed",
+        "run",
+        10,
+        32,
+        140,
+    )
     assert encoder.encoder.dropout_p == encoder.config.dropout == encoder.dropout_p == 0.25
     batch = batch_for(encoder)
     assert torch.equal(encoder(batch), run.model.encoder(batch.ids, batch.layout))

@@ -1,60 +1,103 @@
-"""Pretrained encoders, ours and Hugging Face ones, as one kind of module over packed tokens.
+"""Pretrained encoders over packed tokens, ours and Hugging Face's, with or without their masked-LM head, as one kind of
+module.
 
     encoder = load_encoder("runs/base")                  # a run of ours: packed, on our kernels
     encoder = load_encoder("roberta-base/")              # transformers' own class, padded to the longest of a batch
     encoder = load_encoder("roberta-base/", engine="packed")     # the same weights on our kernels
+    network = load_encoder("runs/base", head=True)       # with what it was pretrained with: it fills in [MASK]
 
 A Hugging Face checkpoint read by the packed engine has its token type row added to its positions: the same function,
 but one parameter less to train. Nothing is downloaded, and no code of a directory is run.
 
-Shapes: T tokens in a packed row, S inputs of at most L tokens, d hidden size.
+What handles [MASK] is for a run of ours the encoder if it was pretrained as MLM, else the decoder, and [MASK] never
+enters the encoder. If a share of the [MASK]s was shown to it (masking.shown), it sees a prompt's one [MASK] if it saw
+at least half of them in pretraining (ours: the paper prompts MAE-LM only).
+
+Shapes: T tokens in a packed row, S inputs of at most L tokens, d hidden size, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from maelm_fast.analysis.huggingface import TOKENIZER_FILES, longest_input, quiet
-from maelm_fast.batch import Layout
+from maelm_fast.batch import Layout, PackedBatch, pack_tokens
 from maelm_fast.config import ModelConfig, require
 from maelm_fast.data.tokenizer import load_tokenizer
-from maelm_fast.errors import UserError
 from maelm_fast.export.from_huggingface import OWN, read_checkpoint, read_fields
-from maelm_fast.finetuning.batches import TokenBatch
-from maelm_fast.finetuning.text import TextTokenizer
+from maelm_fast.export.library import (
+    LOCAL,
+    check_kind,
+    longest_input,
+    new_model,
+    quiet,
+    read_config,
+    require_transformers,
+    set_dropout,
+    transformers_errors,
+    without_pooler,
+)
 from maelm_fast.model.encoder import Encoder, consecutive_positions
 from maelm_fast.model.maelm import MaeLm
+from maelm_fast.text import TextTokenizer
 from maelm_fast.training.rundir import RunDir, load_run, vocabulary_of
 from maelm_fast.training.trainer import build_model as build_pretraining_model
 
 Engine = Literal["auto", "packed", "transformers"]
 ENGINES = ("auto", "packed", "transformers")
-_DROPOUTS = (
-    "hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "embedding_dropout", "mlp_dropout",
-    "hidden_dropout", "dropout",
-)  # fmt: skip
+TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """S inputs in a row of T tokens. ids: (T,) int32. token_types: (T,) int32, None if all are 0."""
+
+    ids: Tensor
+    layout: Layout
+    token_types: Tensor | None = None
+
+    def to(self, device: torch.device | str) -> TokenBatch:
+        """To a GPU from pinned memory, so that nothing waits."""
+        types, layout = self.token_types, self.layout
+        return replace(
+            self,
+            ids=to_device(self.ids, device),
+            layout=replace(
+                layout, cu_seqlens=to_device(layout.cu_seqlens, device), positions=to_device(layout.positions, device)
+            ),
+            token_types=None if types is None else to_device(types, device),
+        )
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Without waiting for a GPU."""
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 class TextEncoder(nn.Module, ABC):
-    """What fine-tuning needs of an encoder. Its two kinds: PackedEncoder, TransformersEncoder.
+    """Its two kinds: PackedEncoder, TransformersEncoder.
 
     name: of its directory. max_length: tokens of an input at most, special ones included. step: of a run of ours, the
-    checkpoint's. random_init: whether its weights are fresh ones."""
+    checkpoint's. random_init: whether its weights are fresh ones. mask_in: of one with its head, what handles [MASK];
+    None without a head."""
 
     engine: Literal["packed", "transformers"]
     hidden_size: int
     max_length: int
     dropout_p: float
+    mask_in: Literal["encoder", "decoder"] | None = None
+
+    vocab_size: int
+    """Rows of the token table."""
 
     def __init__(self, tokenizer: TextTokenizer, name: str, step: int | None, random_init: bool) -> None:
         super().__init__()
@@ -75,6 +118,10 @@ class TextEncoder(nn.Module, ABC):
         first_only. dropout_seed: an int, or one int64 on the device, that dropout in training mode is a function of;
         from PyTorch's default generator if None."""
 
+    @abstractmethod
+    def fill(self, batch: TokenBatch, dropout_seed: Tensor | int | None = None) -> Tensor:
+        """(S, V) scores of each input's one [MASK]; only with a head. dropout_seed: as forward's."""
+
 
 class PackedEncoder(TextEncoder):
     """Our encoder on our ops: no padding, and for the first tokens alone a last layer that computes nothing else."""
@@ -83,16 +130,22 @@ class PackedEncoder(TextEncoder):
 
     def __init__(
         self,
-        encoder: Encoder,
+        encoder: Encoder | MaeLm,
         config: ModelConfig,
         tokenizer: TextTokenizer,
         name: str,
         step: int | None = None,
         random_init: bool = False,
+        sees_mask: bool = True,
     ) -> None:
+        """encoder: with decoder and head if it is a MaeLm. sees_mask: whether [MASK] enters the encoder then."""
         super().__init__(tokenizer, name, step, random_init)
-        self.encoder = encoder
-        self.config = config
+        if isinstance(encoder, MaeLm):
+            self.network, self.sees_mask = encoder, sees_mask
+            self.mask_in = "encoder" if sees_mask else "decoder"
+        else:
+            self.encoder = encoder
+        self.config, self.vocab_size = config, config.vocab_size
         self.hidden_size, self.max_length, self.dropout_p = config.hidden_size, config.max_positions, config.dropout
 
     def forward(
@@ -109,12 +162,30 @@ class PackedEncoder(TextEncoder):
             f"{self.name}: engine packed has no token types, by which this model tells two texts apart; use engine "
             "transformers",
         )
-        seed = None
-        if self.training and self.dropout_p:
-            seed = dropout_seed_tensor(dropout_seed, batch.ids.device)
         last = first_tokens(batch.layout) if first_only else None
-        out: Tensor = self.encoder(batch.ids, batch.layout, dropout_seed=seed, last=last, layers=layers)
+        encoder = self.encoder if self.mask_in is None else self.network.encoder
+        seed = self._seed(dropout_seed, batch.ids.device)
+        out: Tensor = encoder(batch.ids, batch.layout, dropout_seed=seed, last=last, layers=layers)
         return out
+
+    def fill(self, batch: TokenBatch, dropout_seed: Tensor | int | None = None) -> Tensor:
+        prompts = packed_prompts(batch, self.network.mask_id, self.sees_mask)
+        states = self.network.predicted_states(prompts, self._seed(dropout_seed, batch.ids.device))
+        return self.network.head.logits(states, self.network.encoder.token_table)
+
+    def _seed(self, seed: Tensor | int | None, device: torch.device) -> Tensor | None:
+        return dropout_seed_tensor(seed, device) if self.training and self.dropout_p else None
+
+
+def packed_prompts(batch: TokenBatch, mask_id: int, encoder_sees_mask: bool) -> PackedBatch:
+    """Prompts, each with one [MASK], as data.masking.pack_masked packs them, but where the batch is: with one in each,
+    every length is known to the host."""
+    ids, lengths = batch.ids, batch.layout.lengths
+    masked = ids == mask_id
+    in_encoder, visible = torch.ones_like(masked), lengths
+    if not encoder_sees_mask:
+        in_encoder, visible = ~masked, tuple(n - 1 for n in lengths)
+    return pack_tokens(ids, ids, batch.layout, masked, in_encoder, visible, (1,) * len(lengths))
 
 
 def first_tokens(layout: Layout) -> tuple[Tensor, Layout]:
@@ -147,9 +218,18 @@ class TransformersEncoder(TextEncoder):
         name: str,
         dropout: float,
         random_init: bool = False,
+        head: bool = False,
     ) -> None:
+        """model: of class AutoModel, or with head AutoModelForMaskedLM."""
         super().__init__(tokenizer, name, None, random_init)
-        self.model = model
+        if head:
+            self.network, self.mask_in = model, "encoder"
+            self._mask: tuple[Tensor, Tensor] | None = None
+            if (projection := model.get_output_embeddings()) is not None:
+                projection.register_forward_pre_hook(self._masked_only)
+        else:
+            self.model = model
+        self.vocab_size = model.get_input_embeddings().weight.shape[0]
         self.hidden_size, self.max_length, self.dropout_p = model.config.hidden_size, longest_input(model), dropout
 
     def forward(
@@ -161,17 +241,35 @@ class TransformersEncoder(TextEncoder):
         dropout_seed: Tensor | int | None = None,
     ) -> Tensor:
         require(not (first_only and layers is not None), "layers are of all tokens: not with first_only")
+        model = self.model if self.mask_in is None else self.network.base_model
         places = padded_places(batch.layout)
         inputs = padded_inputs(batch, places, self.tokenizer.pad_id)
-        seed = dropout_seed if self.training and isinstance(dropout_seed, int) else None
-        with seeded(seed, batch.ids.device):
-            output = self.model(**inputs, output_hidden_states=layers is not None)
+        with self._seeded(dropout_seed, batch.ids.device):
+            output = model(**inputs, output_hidden_states=layers is not None)
         hidden: Tensor = output.last_hidden_state
         if first_only:
             return hidden[:, 0]
         if layers is not None:
             layers.extend(layer.flatten(0, 1).index_select(0, places) for layer in output.hidden_states)
         return hidden.flatten(0, 1).index_select(0, places)
+
+    def fill(self, batch: TokenBatch, dropout_seed: Tensor | int | None = None) -> Tensor:
+        inputs = padded_inputs(batch, padded_places(batch.layout), self.tokenizer.pad_id)
+        ids = inputs["input_ids"]
+        columns = torch.eq(ids, self.tokenizer.mask_id).int().argmax(dim=1)  # type: ignore[arg-type]
+        self._mask = torch.arange(len(ids), device=ids.device), columns
+        with self._seeded(dropout_seed, ids.device):
+            logits: Tensor = self.network(**inputs).logits
+        return logits[:, 0] if logits.shape[1] == 1 else logits[self._mask]
+
+    def _seeded(self, seed: Tensor | int | None, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        return seeded(seed if self.training and isinstance(seed, int) else None, device)
+
+    def _masked_only(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Keeps the projection to the vocabulary to [MASK]: of all tokens it takes as long as some layers, and its
+        output is gigabytes."""
+        assert self._mask is not None
+        return (inputs[0][self._mask].unsqueeze(1), *inputs[1:])
 
 
 def padded_places(layout: Layout) -> Tensor:
@@ -225,39 +323,48 @@ def load_encoder(
     dropout: float = 0.1,
     random_init: bool = False,
     seed: int = 0,
+    head: bool = False,
 ) -> TextEncoder:
     """An encoder on the CPU, fp32, in evaluation mode, from a run directory of ours or a local Hugging Face one.
 
     step: of a run, the checkpoint; by default the newest whole one. engine: auto is packed for our runs and for what
     `export` wrote in our own format, and transformers for other directories. dropout: of the encoder, instead of what
     it was pretrained with. random_init: the same architecture and tokenizer with the weights that pretraining starts
-    from, drawn from `seed`.
+    from, drawn from `seed`. head: with the head that it was pretrained with, and a run's decoder, so that it can fill
+    in [MASK]; not with random_init.
 
-    Raises UserError if the directory is neither, if the engine cannot hold the model, or if transformers is missing."""
+    Raises UserError if the directory is neither, if the engine cannot hold the model, if it lacks the head, or if
+    transformers is missing."""
     path = Path(path)
     require(engine in ENGINES, f"unknown engine '{engine}'; there are: {', '.join(ENGINES)}")
     require(path.is_dir(), f"{path}: no such directory; give a run directory or a local Hugging Face one")
+    require(not (head and random_init), "a head of random weights fills in nothing: leave out one of the two")
     if (path / "config.yaml").exists():
         require(
             engine != "transformers",
             f"{path}: a run of ours has no transformers class; export it first (maelm-fast export), then give "
             "the exported directory",
         )
-        return _of_run(path, step, dropout, random_init, seed)
+        return _of_run(path, step, dropout, random_init, seed, head)
     require((path / "config.json").exists(), f"{path}: neither a run directory (config.yaml) nor a Hugging Face one")
     require(step is None, f"{path}: a Hugging Face directory has one checkpoint: leave out the step")
     own = is_own_export(path)
+    require(
+        not (own and head),
+        f"{path}: an export in our own format, which needs code of the directory to run; prompt the run directory "
+        "instead",
+    )
     if engine == "packed" or (engine == "auto" and own):
-        return _packed_checkpoint(path, dropout, random_init, seed)
+        return _packed_checkpoint(path, dropout, random_init, seed, head)
     require(
         not own,
         f"{path}: exported in our own format, which needs code of the directory to run in transformers; use engine "
         "packed, or export to roberta or mpnet",
     )
-    return _transformers_checkpoint(path, dropout, random_init, seed)
+    return _transformers_checkpoint(path, dropout, random_init, seed, head)
 
 
-def _of_run(path: Path, step: int | None, dropout: float, random_init: bool, seed: int) -> PackedEncoder:
+def _of_run(path: Path, step: int | None, dropout: float, random_init: bool, seed: int, head: bool) -> PackedEncoder:
     name = path.resolve().name
     if random_init:
         require(step is None, "a random initialisation has no step: leave out one of the two")
@@ -268,61 +375,85 @@ def _of_run(path: Path, step: int | None, dropout: float, random_init: bool, see
         encoder = build_pretraining_model(config, vocabulary_of(tokenizer)).encoder.eval()
         return PackedEncoder(encoder, config.model, TextTokenizer.of_run(tokenizer), name, None, True)
     loaded = load_run(path, step)
-    encoder = loaded.model.encoder
-    encoder.dropout_p = dropout
-    model = replace(loaded.config.model, dropout=dropout)
-    return PackedEncoder(encoder, model, TextTokenizer.of_run(loaded.tokenizer), name, loaded.step)
+    texts, model = TextTokenizer.of_run(loaded.tokenizer), replace(loaded.config.model, dropout=dropout)
+    if not head:
+        loaded.model.encoder.dropout_p = dropout
+        return PackedEncoder(loaded.model.encoder, model, texts, name, loaded.step)
+    policy = loaded.config.masking.policy
+    require(policy != "random", f"{name}: pretrained with random tokens in the place of [MASK]: it knows none")
+    require(
+        not loaded.model.predicts_all,
+        f"{name}: a causal_cross decoder predicts a token from all that come before it; it cannot fill in [MASK]",
+    )
+    network = MaeLm(model, loaded.vocabulary.mask_id)
+    network.load_state_dict(loaded.model.state_dict())
+    return PackedEncoder(network.eval(), model, texts, name, loaded.step, sees_mask=loaded.encoder_reads_mask)
 
 
-def _packed_checkpoint(path: Path, dropout: float, random_init: bool, seed: int) -> PackedEncoder:
+def _packed_checkpoint(path: Path, dropout: float, random_init: bool, seed: int, head: bool) -> PackedEncoder:
     config = ModelConfig(**read_fields(path), decoder="none", dropout=dropout)
+    tokenizer = _tokenizer(path, read_config(path).get("type_vocab_size"), config.vocab_size, head)
     if random_init:
         with seeded(seed):
-            encoder = MaeLm(config).encoder
+            encoder: Encoder | MaeLm = MaeLm(config).encoder
     else:
-        encoder = Encoder(config)
-        prefix = "encoder."
-        state = read_checkpoint(path).state
-        encoder.load_state_dict({k.removeprefix(prefix): t for k, t in state.items() if k.startswith(prefix)})
-    tokenizer = read_tokenizer(path, int(_read_config(path).get("type_vocab_size") or 1))
-    check_vocabulary(path, tokenizer, config.vocab_size)
+        encoder, state = Encoder(config), read_checkpoint(path).state
+        if head:
+            require("head.dense.weight" in state, f"{path}: {_NO_HEAD}")
+            encoder = MaeLm(config, tokenizer.mask_id)
+        else:
+            state = {k.removeprefix("encoder."): t for k, t in state.items() if k.startswith("encoder.")}
+        encoder.load_state_dict(state)
     return PackedEncoder(encoder.eval(), config, tokenizer, path.resolve().name, None, random_init)
 
 
-def _transformers_checkpoint(path: Path, dropout: float, random_init: bool, seed: int) -> TransformersEncoder:
+_NO_HEAD = (
+    "an encoder without the head that fills in [MASK] (exports of a MAE-LM in a stock format leave out its decoder and "
+    "head): prompt the run directory, or give a checkpoint saved as ...ForMaskedLM"
+)
+
+
+def _transformers_checkpoint(
+    path: Path, dropout: float, random_init: bool, seed: int, head: bool
+) -> TransformersEncoder:
     transformers = require_transformers()
     with quiet(), transformers_errors(path):
         config = transformers.AutoConfig.from_pretrained(path, **LOCAL)
-    _check_kind(path, config)
+    if not head:
+        check_kind(path, config)
     set_dropout(path, config, dropout)
     if random_init:
         with seeded(seed):
             model = new_model(config)
     else:
+        kind = transformers.AutoModelForMaskedLM if head else transformers.AutoModel
+        options = {} if head else without_pooler(config)
         with quiet(), transformers_errors(path):
-            model, loading = transformers.AutoModel.from_pretrained(
-                path, config=config, dtype=torch.float32, output_loading_info=True, **_without_pooler(config), **LOCAL
+            model, loading = kind.from_pretrained(
+                path, config=config, dtype=torch.float32, output_loading_info=True, **options, **LOCAL
             )
         missing = sorted(loading["missing_keys"])
+        require(not (head and missing), f"{path}: {_NO_HEAD}")
         require(
             not missing,
             f"{path}: the weights lack {len(missing)} tensors of the encoder, {', '.join(missing[:3])} among them: it "
             "is no complete checkpoint of what config.json says",
         )
-    tokenizer = read_tokenizer(path, int(getattr(config, "type_vocab_size", None) or 1))
-    check_vocabulary(path, tokenizer, model.get_input_embeddings().weight.shape[0])
-    return TransformersEncoder(model.eval(), tokenizer, path.resolve().name, dropout, random_init)
+    rows = model.get_input_embeddings().weight.shape[0]
+    tokenizer = _tokenizer(path, getattr(config, "type_vocab_size", None), rows, head)
+    return TransformersEncoder(model.eval(), tokenizer, path.resolve().name, dropout, random_init, head)
 
 
-LOCAL = {"local_files_only": True, "trust_remote_code": False}
-
-
-def require_transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise UserError("Hugging Face directories need transformers: pip install transformers") from None
-    return transformers
+def _tokenizer(path: Path, token_types: Any, rows: int, head: bool) -> TextTokenizer:
+    """A prompt is one text, whatever it was made of."""
+    tokenizer = read_tokenizer(path, 1 if head else int(token_types or 1))
+    check_vocabulary(path, tokenizer, rows)
+    if head:
+        require(
+            tokenizer.mask_id is not None,
+            f"{path.resolve().name}: its tokenizer has no mask token, so that nothing can be asked",
+        )
+    return tokenizer
 
 
 def read_tokenizer(path: Path, token_types: int) -> TextTokenizer:
@@ -337,66 +468,9 @@ def read_tokenizer(path: Path, token_types: int) -> TextTokenizer:
     return TextTokenizer.of_transformers(tokenizer, str(path), token_types)
 
 
-def new_model(config: Any) -> Any:
-    """transformers' encoder class for a configuration, without pooler, with random weights in fp32."""
-    transformers = require_transformers()
-    return transformers.AutoModel.from_config(config, dtype=torch.float32, **_without_pooler(config))
-
-
-def _without_pooler(config: Any) -> dict[str, bool]:
-    transformers = require_transformers()
-    kind = transformers.AutoModel._model_mapping[type(config)]
-    return {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(kind.__init__).parameters else {}
-
-
-@contextlib.contextmanager
-def transformers_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # of a dozen kinds, some of them of other libraries
-        reason = " ".join(str(error).split()) or error.__class__.__name__
-        raise UserError(f"{path}: transformers cannot load it ({reason[:200]})") from None
-
-
 def is_own_export(path: Path) -> bool:
     """Whether `export` wrote the directory in our own format."""
-    return _read_config(path).get("model_type") == OWN
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        data = None
-    if not isinstance(data, dict):
-        raise UserError(f"{path / 'config.json'}: not the configuration of a Hugging Face model")
-    return data
-
-
-def _check_kind(path: Path, config: Any) -> None:
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    )
-
-    kind = config.model_type
-    causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    decodes = causal or config.is_encoder_decoder or getattr(config, "is_decoder", False)
-    require(
-        not decodes,
-        f"{path}: model_type '{kind}' is no bidirectional encoder; RoBERTa, BERT, MPNet, ModernBERT and the like are",
-    )
-
-
-def set_dropout(path: Path, config: Any, dropout: float) -> None:
-    known = [name for name in _DROPOUTS if hasattr(config, name)]
-    require(
-        bool(known),
-        f"{path}: model_type '{config.model_type}' has none of the dropout fields that are known here, so that its "
-        f"dropout cannot be set; known: {', '.join(_DROPOUTS)}",
-    )
-    for name in known:
-        setattr(config, name, dropout)
+    return read_config(path).get("model_type") == OWN
 
 
 def check_vocabulary(path: Path, tokenizer: TextTokenizer, rows: int) -> None:
