@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for row in rows:
                 extra = f"{', dropout' if row['dropout'] else ''}{', bias' if row['bias'] else ''}"
                 print(
-                    f"{row['kernel']:24} {row['shape']}{extra}: {sum(row['instructions'].values()):.1f} a "
+                    f"{row['kernel']:24} {row['shape']}{extra}: {sum(row['instructions'].values()):.1f} per "
                     f"{row['unit']} {row['instructions']}, wavefronts {row['wavefronts']}, sectors {row['sectors']}",
                     flush=True,
                 )

@@ -468,7 +468,7 @@ def executed_tables(rows: Sequence[Row]) -> Iterator[Table]:
     kinds = sorted({kind for row in newest for kind in row["instructions"]})
     cells = []
     for (kernel, shape, dropout, bias, unit), group in grouped(newest, *case).items():
-        name = f"{kernel}, {shape}{', bias' if bias else ''}{', dropout' if dropout else ''}, a {unit}"
+        name = f"{kernel}, {shape}{', bias' if bias else ''}{', dropout' if dropout else ''}, per {unit}"
         for row in sorted(group, key=lambda row: row["triton"], reverse=True):
             instructions = row["instructions"]
             cells.append(
