@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 RESULTS ?= benchmarks/results
-SOURCES := $(wildcard csrc/*/*)
+SOURCES := $(wildcard csrc/*.h csrc/*/*)
 
 .PHONY: help setup demo test quick lint types budget unit test-slow emulate gpu gpu-gate gpu-headline gpu-attention gpu-rest gpu-list bench bench-save bench-compare report clean
 
