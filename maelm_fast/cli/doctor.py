@@ -24,7 +24,7 @@ from maelm_fast.config import require
 
 PYTHON = (3, 11)
 TORCH = (2, 11)
-REQUIRED = "torch numpy pyarrow datasets tokenizers jsonargparse pyyaml rich safetensors filelock".split()
+REQUIRED = "torch numpy pandas pyarrow datasets tokenizers jsonargparse pyyaml rich safetensors filelock".split()
 OPTIONAL = {
     "transformers": "export to Hugging Face and its reload check, 'finetune' and 'paper'",
     "accelerate": "training an exported model with the Hugging Face Trainer",
