@@ -35,7 +35,7 @@ def test_steps_name_what_exists() -> None:
 
 def test_the_makefile_has_every_target(tmp_path: Path) -> None:
     for target, rest in (("gpu", ""), ("gpu-gate", "gate"), ("gpu-rest", "rest"), ("gpu-list", "--list")):
-        command = ["make", "--dry-run", target, "PYTHON=python9", f"RESULTS={tmp_path}"]
+        command = ["make", "--no-print-directory", "--dry-run", target, "PYTHON=python9", f"RESULTS={tmp_path}"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         assert done.stdout.split() == f"PYTHONPATH=. python9 -m benchmarks.gpu {rest} --results {tmp_path}".split()
 
