@@ -45,6 +45,7 @@ from benchmarks.rows import (
     regularisation,
     when,
 )
+from maelm_fast import reporting
 from maelm_fast.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,7 +99,7 @@ class Table:
         return "\n".join(line for line in (self.title, *body, *self.notes) if line)
 
     def markdown(self) -> str:
-        body = "\n".join(f"| {' | '.join(row)} |" for row in (self.header, ["---"] * len(self.header), *self.rows))
+        body = "\n".join(reporting.table(self.header, self.rows)).rstrip("\n")
         notes = f"<sub>{' '.join(self.notes)}</sub>" if self.notes else ""
         return "\n\n".join(block for block in (self.title and f"**{self.title}**", body, notes) if block)
 

@@ -85,11 +85,11 @@ class Training(ABC, Generic[I, K]):
 
     @abstractmethod
     def nonfinite(self, step: int) -> str:
-        """How the error goes on that ends the run at such an update: where to look, what to try."""
+        """The end of the error that ends the run at such an update: where to look, what to try."""
 
     @abstractmethod
     def memory(self, inputs: I | None) -> str:
-        """How "out of memory ..." goes on in this update, in what is `due` if there is none: what to lower."""
+        """What follows "out of memory": in this update, or in what is `due` if there is none; what to lower."""
 
 
 def run(training: Training[I, K], stop: Stop) -> None:

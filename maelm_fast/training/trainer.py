@@ -95,7 +95,7 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
         self.steps, self.max_nonfinite = config.optim.max_steps, config.runtime.max_nonfinite
 
     def resume(self) -> bool:
-        """Goes on from the newest whole checkpoint; False if there is none."""
+        """Resumes from the newest whole checkpoint; False if there is none."""
         path = self.run.last_whole_checkpoint()
         if path is None:
             return False
@@ -210,7 +210,6 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
         if runtime.early_stop and progress.evaluations_without_gain >= runtime.early_stop:
             progress.finished = "early_stop"
             self.display.say(f"early stop: no better validation loss in {runtime.early_stop} evaluations")
-
         self.meter.restart()
 
     def save(self) -> None:
