@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "export": LEAVES | {"presets", "model", "data", "training", "ops"},
     "finetuning": BELOW | {"reporting", "analysis"},
     "paper": BELOW | {"reporting", "analysis", "finetuning"},
+    "integrations": BELOW,
     "cli": BELOW | {"reporting", "analysis", "finetuning", "paper"},
 }
 STANDS_ALONE = (
