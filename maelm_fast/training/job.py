@@ -6,7 +6,6 @@ Nothing is written before the checks have passed.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Iterator
@@ -14,8 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from maelm_fast import presets
 from maelm_fast.config import RunConfig, require, to_dict
+from maelm_fast.data.files import writing
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
 from maelm_fast.training.files import write_json, write_text
@@ -23,6 +25,7 @@ from maelm_fast.training.hardware import choose_device, choose_precision, device
 from maelm_fast.training.initial import Initial, adapt, load_initial
 from maelm_fast.training.rundir import RunDir, RunRecord, vocabulary_of
 from maelm_fast.training.trainer import Trainer, build_model
+from maelm_fast.training.verified import verify_data
 from maelm_fast.work import lock
 
 log = logging.getLogger(__name__)
@@ -46,16 +49,21 @@ def pretrain(preset: str, config: RunConfig, data: str, out: str, initial: Initi
         _check_same(run, record, config)
     elif run.path.is_file():
         raise UserError(f"{run.path} is a file; choose another --out")
-    elif run.path.exists() and any(run.path.iterdir()):
+    elif run.path.exists() and any(path.name not in _BEFORE_CONFIG for path in run.path.iterdir()):
         raise UserError(f"{run.path} exists, is not empty and is not a run; choose another --out")
 
     with _alone(run):
+        starts = run.starts()
+        remedy = "move the run elsewhere" if starts else "choose another --out"
+        with writing(run.path, remedy):
+            verify_data(run.verified_file, train)
         model = build_model(config, vocabulary)
         if initial is not None:
             fresh = load_initial(model, initial)
             print(f"initialised from {initial.source}" + (f"; newly initialised: {_summary(fresh)}" if fresh else ""))
         trainer = Trainer(run, config, model, train, validation, vocabulary, device, precision)
-        _start_files(run, record, config, tokenizer.to_str(), environment(device, precision))
+        with writing(run.path, remedy):
+            _start_files(run, record, config, tokenizer.to_str(), [*starts, _start(device, precision)])
         resumed = trainer.resume()
         print(_banner(run, preset, config, trainer, train, precision, device_name(device)))
         if trainer.progress.finished:
@@ -63,13 +71,10 @@ def pretrain(preset: str, config: RunConfig, data: str, out: str, initial: Initi
             return run
         if resumed:
             print(f"resuming from step {trainer.progress.step:,}")
-        try:
-            trainer.train()
-        except UserError:
-            if not run.steps() and not any(run.metrics()):  # refused before its first update: not a run yet
-                run.config_file.unlink()
-                run.metrics_file.unlink(missing_ok=True)
-            raise
+            before = starts[-1].get("precision", precision) if starts else precision
+            if before != precision:
+                print(f"in {precision} from here on, until now in {before}: not bit for bit what either makes alone")
+        trainer.train()
     return run
 
 
@@ -135,33 +140,50 @@ def _leaves(config: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
             yield "", name, value
 
 
-def _start_files(run: RunDir, record: RunRecord, config: RunConfig, tokenizer: str, env: dict[str, Any]) -> None:
+def _start(device: torch.device, precision: str) -> dict[str, Any]:
+    return {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **environment(device, precision)}
+
+
+def _start_files(
+    run: RunDir, record: RunRecord, config: RunConfig, tokenizer: str, starts: list[dict[str, Any]]
+) -> None:
+    run.write_config(record, config)
     run.checkpoints.mkdir(exist_ok=True)
     write_text(run.tokenizer_file, tokenizer)
-    starts = json.loads(run.env_file.read_text()) if run.env_file.exists() else []
-    write_json(run.env_file, [*starts, {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **env}])
-    run.write_config(record, config)
+    write_json(run.env_file, starts)
+
+
+_BEFORE_CONFIG = (".lock", "verified.json", "verified.json.tmp", "config.yaml.tmp")
+"""What one that was killed before its directory was a run may have left there."""
 
 
 @contextlib.contextmanager
 def _alone(run: RunDir) -> Iterator[None]:
-    """Keeps two processes from writing the same run, and takes back a directory that a failure left empty."""
-    created = not run.path.exists()
+    """Keeps two processes from writing the same run, and takes back all of one that failed before its first update."""
+    created = [path for path in (run.path, *run.path.parents) if not path.exists()]
     try:
         with lock(run.path / ".lock", remove=True) as ours:
             require(ours, f"{run.path} is in use by another process")
+            begun = run.exists
             try:
                 yield
-            finally:
-                if created and not run.exists:
-                    for leftover in (run.tokenizer_file, run.env_file):
-                        leftover.unlink(missing_ok=True)
-                    with contextlib.suppress(OSError):
-                        run.checkpoints.rmdir()
+            except BaseException:
+                if not begun and not run.steps() and not any(run.metrics()):
+                    _remove(run)
+                raise
     finally:
-        if created and not run.exists:
-            with contextlib.suppress(OSError):
-                run.path.rmdir()
+        with contextlib.suppress(OSError):  # the first that is not empty ends it
+            for path in created:
+                path.rmdir()
+
+
+def _remove(run: RunDir) -> None:
+    """All that a run has before its first update."""
+    files = (run.metrics_file, run.env_file, run.tokenizer_file, run.verified_file, run.config_file)
+    for path in files:
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        run.checkpoints.rmdir()
 
 
 def _banner(
