@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "encoders": LEAVES | {"presets", "model", "data", "training", "ops", "export", "text"},
     "analysis": BELOW | {"reporting"},
     "export": LEAVES | {"presets", "model", "data", "training", "ops"},
+    "integrations": BELOW,
     "finetuning": BELOW | {"reporting", "analysis"},
     "paper": BELOW | {"reporting", "analysis", "finetuning"},
     "integrations": BELOW,
@@ -129,6 +130,15 @@ def test_the_package_imports_neither_tests_nor_benchmarks() -> None:
 def test_config_and_presets_need_no_torch() -> None:
     for name in ("config.py", "presets.py", "errors.py"):
         assert not {m.split(".")[0] for m in imported(PACKAGE / name)} & {"torch", "numpy"}, name
+
+
+def test_one_file_knows_torch_distributed() -> None:
+    """But for its checkpoints, which are saved by it."""
+    for path in sources():
+        found = {m for m in imported(path) if m.startswith("torch.distributed")}
+        if path == PACKAGE / "training" / "checkpoint.py":
+            found = {m for m in found if not m.startswith("torch.distributed.checkpoint")}
+        assert not found or path == PACKAGE / "training" / "parallel.py", (path, found)
 
 
 def test_the_shipped_model_code_stands_alone() -> None:
