@@ -23,12 +23,12 @@ import transformers
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from maelm_fast import presets
 from maelm_fast.batch import from_kwargs
 from maelm_fast.config import require
-from maelm_fast.data.tokenizer import ROLES, special_ids
+from maelm_fast.data.tokenizer import special_ids
 from maelm_fast.errors import UserError
 from maelm_fast.export import modeling_maelm
 from maelm_fast.export.from_huggingface import own_network
@@ -58,7 +58,9 @@ class MaeLmConfig(modeling_maelm.MaeLmConfig):
         try:
             model = replace(presets.get(name).model, vocab_size=size, **changes)
         except TypeError as error:
-            raise UserError(f"from_preset: {str(error).partition(' ')[2]}; fields of ModelConfig can be given") from None
+            raise UserError(
+                f"from_preset: {str(error).partition(' ')[2]}; fields of ModelConfig can be given"
+            ) from None
         require(
             own_holds(model),
             f"preset {name}: its decoder or positions are no part of the transformers classes; maelm-fast pretrain "
@@ -68,14 +70,17 @@ class MaeLmConfig(modeling_maelm.MaeLmConfig):
 
 
 def _vocabulary(tokenizer: Any) -> tuple[dict[str, int], int]:
-    """Role to id of the special tokens (maelm_fast.data.tokenizer.ROLES), and the number of tokens."""
+    """Role to id of the special tokens, and the number of tokens."""
     if isinstance(tokenizer, Tokenizer):
         return special_ids(tokenizer), tokenizer.get_vocab_size()
     instead = {"bos": "cls_token_id", "eos": "sep_token_id"}  # BERT's and its kin have these alone
-    ids = {role: getattr(tokenizer, f"{role}_token_id", None) for role in ROLES}
-    ids = {role: getattr(tokenizer, instead.get(role, ""), None) if i is None else i for role, i in ids.items()}
-    lacking = [role for role, i in ids.items() if i is None and role != "unk"]
-    require(not lacking, f"the tokenizer ({type(tokenizer).__name__}) lacks special tokens: {', '.join(lacking)}")
+    ids: dict[str, int] = {}
+    for role in ("bos", "pad", "eos", "mask"):
+        for name in (f"{role}_token_id", instead.get(role, "")):
+            found = getattr(tokenizer, name, None)
+            if role not in ids and found is not None:
+                ids[role] = found
+        require(role in ids, f"the tokenizer ({type(tokenizer).__name__}) lacks a special token: {role}")
     return ids, len(tokenizer)
 
 
@@ -153,21 +158,31 @@ class MaeLmForPreTraining(PreTrainedModel):
 
     def floating_point_ops(self, input_dict: Mapping[str, Any], exclude_embeddings: bool = True) -> int:
         """Forward and backward of one batch, counted from its lengths (maelm_fast.model.flops)."""
-        return training_flops(self.maelm.config, *(input_dict[f"{row}_lengths"] for row in ("visible", "decoder", "masked")))
+        return training_flops(
+            self.maelm.config, *(input_dict[f"{row}_lengths"] for row in ("visible", "decoder", "masked"))
+        )
 
     def for_masked_lm(self, state_dict: Mapping[str, Tensor] | None = None) -> MaeLmForMaskedLM:
         """The same network over padded sequences; its tensors are this model's, or the state dict's of this model."""
-        ours = {name.removeprefix("maelm."): t for name, t in (self.state_dict() if state_dict is None else state_dict).items()}
+        ours = {
+            name.removeprefix("maelm."): t
+            for name, t in (self.state_dict() if state_dict is None else state_dict).items()
+        }
         with torch.device("meta"):
             whole = MaeLmForMaskedLM(copy.deepcopy(self.config))
         whole.load_state_dict(own_state(self.maelm, ours), assign=True)
         return whole
 
     def save_pretrained(
-        self, save_directory: str | os.PathLike[str], *, state_dict: Mapping[str, Tensor] | None = None, **kwargs: Any
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """As of every transformers model; in the class MaeLmForMaskedLM. state_dict: this model's."""
-        self.for_masked_lm(state_dict).save_pretrained(save_directory, **kwargs)
+        self.for_masked_lm(state_dict).save_pretrained(save_directory, is_main_process, None, *args, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +197,8 @@ class MaeLmForPreTraining(PreTrainedModel):
             )
         found = MaeLmForMaskedLM.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         whole, *information = found if isinstance(found, tuple) else (found,)
-        model = cls(MaeLmConfig.from_dict(whole.config.to_dict())).to(whole.device, whole.dtype).train(whole.training)
+        model = cls(MaeLmConfig.from_dict(whole.config.to_dict())).train(whole.training)
+        torch.nn.Module.to(model, whole.device, whole.dtype)
         model.load_state_dict(whole.state_dict())
         return (model, *information) if information else model
 
