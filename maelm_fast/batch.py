@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -132,6 +132,50 @@ class PackedBatch:
     def map(self, function: Callable[[Tensor], Tensor]) -> PackedBatch:
         """A batch of the function's results for each tensor."""
         return self.of(map(function, self.tensors), self.lengths)
+
+
+def to_kwargs(batch: PackedBatch) -> dict[str, Tensor | list[int]]:
+    """The batch as a flat dict, which other trainers' collators return and their loops unpack into `model(**batch)`.
+
+    Its ten tensors by name, a layout's as in visible_cu_seqlens and visible_positions, and visible_lengths,
+    decoder_lengths and masked_lengths, lists of Python ints, which moving a dict to a device leaves where they are.
+    `labels` holds the tokens to predict and nothing else: a trainer that counts labels that are not -100 counts
+    right."""
+    lengths = {f"{name}_lengths": list(of) for name, of in zip(_LAYOUTS, batch.lengths, strict=True)}
+    return {**dict(zip(_TENSOR_NAMES, batch.tensors, strict=True)), **lengths}
+
+
+def from_kwargs(**kwargs: Any) -> PackedBatch:
+    """The batch that `to_kwargs` made a dict of; the lengths may have become tuples on the way. TypeError if a name is
+    missing or is not one of it, ValueError if a loop cut its tensors, as if each had a row for each sequence."""
+    names = (*_TENSOR_NAMES, *(f"{name}_lengths" for name in _LAYOUTS))
+    if kwargs.keys() != set(names):
+        wrong = sorted(kwargs.keys() ^ set(names))
+        raise TypeError(f"not a packed batch, such as to_kwargs and PackedMaskingCollator make: {', '.join(wrong)}")
+    tensors, lengths = names[:TENSORS], names[TENSORS:]
+    batch = PackedBatch.of((kwargs[name] for name in tensors), (tuple(kwargs[name]) for name in lengths))
+    for name, tensor, size in zip(_TENSOR_NAMES, batch.tensors, tensor_sizes(batch.lengths), strict=True):
+        if tensor.shape != (size,):
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, and its batch's lengths make ({size},): something cut a "
+                "packed batch. With Accelerate or a Trainer set dispatch_batches=False; in the place of DataParallel "
+                "start one process for each device with torchrun"
+            )
+    return batch
+
+
+def tensor_sizes(lengths: Lengths) -> list[int]:
+    """How long each of the tensors of a batch with these lengths is."""
+    visible, original, masked = map(sum, lengths)
+    bounds = len(lengths[0]) + 1
+    return [visible, original, masked, masked, bounds, visible, bounds, original, bounds, masked]
+
+
+_LAYOUTS = ("visible", "decoder", "masked")
+_TENSOR_NAMES = (
+    *("ids", "source", "masked_index", "labels"),
+    *(f"{name}_{part}" for name in _LAYOUTS for part in ("cu_seqlens", "positions")),
+)
 
 
 @dataclass(frozen=True)

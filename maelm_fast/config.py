@@ -232,8 +232,23 @@ class BackendConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How several processes, which torchrun starts, share a run. One process needs none of it."""
+
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
+    """ddp: each process holds the model and the optimiser's state. fsdp: FSDP2, which holds a share of both in each;
+    for models that do not fit otherwise. auto: ddp (ours: the paper's models need 2.2 to 6.7 GB)."""
+    timeout_s: float = 600.0
+    """Seconds that a process may wait for the others, or work at one thing, before the run ends and says who hangs."""
+
+    def __post_init__(self) -> None:
+        require(self.timeout_s > 0, f"runtime.parallel.timeout_s must be positive, not {self.timeout_s}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
-    """How the run is carried out and watched. Changes speed and files, not what is computed (up to rounding)."""
+    """How the run is carried out and watched. Changes speed and files, not what is computed (up to rounding); but
+    dropout is drawn per micro-batch, so that another micro_batch_size draws other bits."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the GPU if there is one."""
@@ -241,7 +256,8 @@ class RuntimeConfig:
     """bf16: autocast over fp32 master weights. auto: bf16, but fp32 on a CPU without bf16 matrix instructions."""
     micro_batch_size: int = 32
     """Full sequences per forward pass; of shorter ones, as many as have no more tokens in all. Gradients
-    accumulate over the update's batch."""
+    accumulate over the update's batch. Another size draws other dropout bits, the same masks."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
     cuda_graph: bool = False
     """Record an update as a CUDA graph and replay it: for small models, where launching kernels takes longer than

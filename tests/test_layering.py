@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "encoders": LEAVES | {"presets", "model", "data", "training", "ops", "export", "text"},
     "analysis": BELOW | {"reporting"},
     "export": LEAVES | {"presets", "model", "data", "training", "ops"},
+    "integrations": BELOW,
     "finetuning": BELOW | {"reporting", "analysis"},
     "paper": BELOW | {"reporting", "analysis", "finetuning"},
     "cli": BELOW | {"reporting", "analysis", "finetuning", "paper"},
@@ -130,6 +131,15 @@ def test_config_and_presets_need_no_torch() -> None:
         assert not {m.split(".")[0] for m in imported(PACKAGE / name)} & {"torch", "numpy"}, name
 
 
+def test_one_file_knows_torch_distributed() -> None:
+    """But for its checkpoints, which are saved by it."""
+    for path in sources():
+        found = {m for m in imported(path) if m.startswith("torch.distributed")}
+        if path == PACKAGE / "training" / "checkpoint.py":
+            found = {m for m in found if not m.startswith("torch.distributed.checkpoint")}
+        assert not found or path == PACKAGE / "training" / "parallel.py", (path, found)
+
+
 def test_the_shipped_model_code_stands_alone() -> None:
     assert not any(m.startswith("maelm_fast") for m in imported(STANDS_ALONE))
 
@@ -186,7 +196,7 @@ def test_one_op_one_name_five_places() -> None:
 
 
 KERNEL_PLUMBING = {"common", "attention_parts", "attention_tiles"}
-PLUMBING = {"__init__", "attention_inputs", "dispatch", "registration"}
+PLUMBING = {"__init__", "attention_inputs", "dispatch", "layouts", "registration"}
 
 
 def test_kernels_are_imported_as_part_of_the_package_only() -> None:

@@ -1,0 +1,255 @@
+"""The processes of a run, and the one file that knows torch.distributed (but for checkpoint.py, which saves by it).
+
+torchrun starts the processes and tells each who it is. A run of one process communicates nothing and wraps nothing:
+`Processes` is all of it, and what several do otherwise is a subclass.
+
+Words: the processes are numbered by their rank, 0 to world - 1; rank 0, the main one, writes files and shows progress.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from maelm_fast.config import RuntimeConfig, require
+from maelm_fast.errors import UserError
+from maelm_fast.model.block import Block
+from maelm_fast.stop import Stopped
+from maelm_fast.training.hardware import choose_device
+from maelm_fast.training.heartbeat import Watch
+
+T = TypeVar("T")
+Forward = Callable[..., tuple[Tensor, Tensor]]
+"""A model's, or that of what `wrap` put around it."""
+
+
+class Processes:
+    """The processes of a run as one of them sees them. Here: it is alone.
+
+    Whatever all have to do together must be called on each, in the same order."""
+
+    rank, world, strategy = 0, 1, "none"
+
+    def __init__(self, runtime: RuntimeConfig) -> None:
+        self.device = choose_device(runtime)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def wrap(self, model: nn.Module) -> Forward:
+        """What to call in training. Called before the optimiser is made: FSDP2 puts the parameters' parts in their
+        place."""
+        return model
+
+    def communicating(self, forward: Forward, last: bool) -> contextlib.AbstractContextManager:
+        """Around forward and backward of a micro-batch: in an update's last one the gradients, all that were added up,
+        become their mean over the processes."""
+        return contextlib.nullcontext()
+
+    def total(self, count: int) -> int | Tensor:
+        """The sum of everyone's count, at least 1; with several processes 0-d int64 on the device, which the host does
+        not wait for."""
+        return max(count, 1)
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        """The sum of everyone's tensor, of any shape, on its device; it may be the same tensor. The host of a GPU does
+        not wait for it."""
+        return numbers
+
+    def from_main(self, function: Callable[[], T]) -> T:
+        """What the function returns on rank 0, which alone calls it; it can be pickled. Everyone waits for it, and a
+        UserError that it raises ends all."""
+        return function()
+
+    def everyone(self, value: T) -> list[T]:
+        """Everyone's value, in the order of the ranks; it can be pickled."""
+        return [value]
+
+    @contextlib.contextmanager
+    def whole_parameters(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the model's parameters are whole everywhere and any of its methods may be called, by one process
+        alone too."""
+        yield
+
+    def watch(self, directory: Path) -> None:
+        """From now on keep a heartbeat in that directory, for the error that names who is missing."""
+
+    def at(self, step: int, phase: str) -> None:
+        """What this process does from now on, for its heartbeat: "waiting for data"."""
+
+
+class _Several(Processes):
+    """One of several, which torchrun has started."""
+
+    def __init__(self, runtime: RuntimeConfig) -> None:
+        super().__init__(runtime)
+        import torch.distributed as dist
+        from torch.distributed.rendezvous import rendezvous
+
+        self.dist, local = dist, int(os.environ.get("LOCAL_RANK", "0"))
+        if self.device.type == "cuda":
+            require(
+                local < torch.cuda.device_count(),
+                f"more processes on this machine than its {torch.cuda.device_count()} GPUs: start torchrun with "
+                f"--nproc-per-node {torch.cuda.device_count()}",
+            )
+            self.device = torch.device("cuda", local)
+            torch.cuda.set_device(self.device)
+            for name, value in _FLIGHT_RECORDER.items():
+                os.environ.setdefault(name, value)
+        timeout = timedelta(seconds=runtime.parallel.timeout_s)
+        try:
+            store, self.rank, self.world = next(rendezvous("env://", timeout=timeout))
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "cpu:gloo"
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world, timeout=timeout)
+        except (ValueError, RuntimeError) as error:
+            text = " ".join(str(error).split())
+            raise UserError(f"cannot reach the other processes: {text}; start them with torchrun") from None
+        self.strategy = "ddp" if runtime.parallel.strategy == "auto" else runtime.parallel.strategy
+        flags = store.clone()  # a client of its own, since the watch is a thread
+        self.watcher = Watch(self.rank, self.world, flags, runtime.parallel.timeout_s)
+        if not self.is_main:
+            logging.getLogger("maelm_fast").setLevel(logging.ERROR)  # the main one says it for all
+
+    def wrap(self, model: nn.Module) -> Forward:
+        if self.strategy == "ddp":
+            return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(self.device.type, (self.world,))
+        for part in [*(module for module in model.modules() if isinstance(module, Block)), model]:
+            fully_shard(part, mesh=mesh, reshard_after_forward=False)
+        return model
+
+    @contextlib.contextmanager
+    def communicating(self, forward: Forward, last: bool) -> Iterator[None]:
+        if isinstance(forward, nn.parallel.DistributedDataParallel):
+            with contextlib.nullcontext() if last else forward.no_sync():
+                yield
+            return
+        model: Any = forward
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+        model.set_is_last_backward(last)
+        yield
+
+    def total(self, count: int) -> Tensor:
+        here = torch.tensor(count, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
+        return self.sum(here).clamp(min=1)
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        self.dist.all_reduce(numbers)
+        return numbers
+
+    def from_main(self, function: Callable[[], T]) -> T:
+        told: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                told[0] = function()
+            except UserError as error:
+                told[1] = error
+        self.dist.broadcast_object_list(told, device=torch.device("cpu"))
+        if told[1] is not None:
+            raise told[1] if self.is_main else SystemExit(2)  # of which one says it
+        answer: T = told[0]
+        return answer
+
+    def everyone(self, value: T) -> list[T]:
+        values: list[Any] = [None] * self.world
+        self.dist.all_gather_object(values, value)
+        return values
+
+    @contextlib.contextmanager
+    def whole_parameters(self, model: nn.Module) -> Iterator[None]:
+        from torch.distributed.fsdp import FSDPModule
+
+        parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for part in parts:
+            part.unshard()
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.reshard()
+
+    def watch(self, directory: Path) -> None:
+        self.from_main(lambda: self.watcher.clear(directory))
+        self.watcher.directory = directory
+
+    def at(self, step: int, phase: str) -> None:
+        self.watcher.at(step, phase)
+
+    def is_loss_of_others(self, error: Exception) -> bool:
+        """Whether that is what a collective raises when another process has gone or does not come."""
+        text = str(error).lower()
+        return isinstance(error, self.dist.DistError) or any(
+            word in text for word in ("gloo", "nccl", "timed out", "connection closed", "connection reset")
+        )
+
+
+_FLIGHT_RECORDER = {
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # collectives, of which each rank writes a file when one times out
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+
+
+@contextlib.contextmanager
+def processes(runtime: RuntimeConfig) -> Iterator[Processes]:
+    """Those that torchrun's environment tells of; without it, this one. Leaves them again at the end of the block.
+
+    A UserError in one process ends all: it is raised in the first one that has one, with its rank, and the others exit
+    with status 2 and say nothing. A process that has gone, or that hangs for runtime.parallel.timeout_s, is one too."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield Processes(runtime)
+        return
+    several = _Several(runtime)
+    watcher = several.watcher
+    watcher.start()
+    try:
+        yield several
+    except (Stopped, KeyboardInterrupt, SystemExit):
+        watcher.end()
+        raise
+    except UserError as error:
+        if watcher.first_to_fail():
+            raise UserError(f"rank {several.rank}: {error}") from None
+        raise SystemExit(2) from None
+    except Exception as error:
+        if several.is_loss_of_others(error):
+            missing = watcher.missing()
+            if missing and watcher.first_to_fail():
+                raise UserError(f"{missing} (rank {several.rank} waited for it)") from None
+            raise SystemExit(2) from None
+        watcher.first_to_fail()  # no input is to blame: with its traceback
+        error.add_note(f"in rank {several.rank}")
+        raise
+    watcher.end()
+    several.dist.destroy_process_group()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that FSDP2 has in parts over the processes, which all call it; any other as it is."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """This process's part of a tensor that it has whole, where `like` is in parts; else the tensor. On like's device;
+    nothing is communicated."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    tensor = tensor.to(like.device)
+    if not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
