@@ -1,13 +1,16 @@
-"""transformers: importing this registers the attention named `maelm`. The rest is imported when it is asked for."""
+"""For transformers' models and loops. The names below are imported when they are first used, and transformers with those
+that need it. Attention by name is registered by `import maelm_fast.integrations.transformers.attention`.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-import maelm_fast.integrations.transformers.attention  # noqa: F401  registers
-
-_PLACES: dict[str, str] = {}
+_PLACES = {
+    "MaskedTokenDataset": "collator",
+    "PackedMaskingCollator": "collator",
+}
 """Public name -> the module of this package that has it."""
 
 
