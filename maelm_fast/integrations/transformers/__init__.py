@@ -1,4 +1,4 @@
-"""For transformers' models and loops. The names below are imported when they are first used, and transformers with those
+"""For transformers' models and loops. The names below are imported when they are first used, transformers with those
 that need it. Attention by name is registered by `import maelm_fast.integrations.transformers.attention`.
 """
 
