@@ -1,6 +1,6 @@
-"""For transformers' models and loops. The names below are imported when they are first used, and transformers with
-those that need it. Attention by name is registered by `import maelm_fast.integrations.transformers.attention`, MAE-LM
-with the Auto classes by `import maelm_fast.integrations.transformers.modeling`.
+"""For transformers' models and loops. The names below are imported when they are first used, transformers with those
+that need it. Importing maelm_fast.integrations.transformers.attention registers the attention `maelm`, importing
+maelm_fast.integrations.transformers.modeling registers MAE-LM's classes.
 """
 
 from __future__ import annotations
