@@ -34,7 +34,6 @@ MAY_IMPORT = {
     "integrations": BELOW,
     "finetuning": BELOW | {"reporting", "analysis"},
     "paper": BELOW | {"reporting", "analysis", "finetuning"},
-    "integrations": BELOW,
     "cli": BELOW | {"reporting", "analysis", "finetuning", "paper"},
 }
 STANDS_ALONE = (

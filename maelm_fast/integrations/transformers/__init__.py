@@ -1,13 +1,19 @@
-"""transformers: importing this registers the attention named `maelm`. The rest is imported when it is asked for."""
+"""For transformers' models and loops. The names below are imported when they are first used, transformers with those
+that need it. Importing maelm_fast.integrations.transformers.attention registers the attention `maelm`, importing
+maelm_fast.integrations.transformers.modeling registers MAE-LM's classes.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-import maelm_fast.integrations.transformers.attention  # noqa: F401  registers
-
-_PLACES: dict[str, str] = {}
+_PLACES = {
+    "MaeLmConfig": "modeling",
+    "MaeLmForPreTraining": "modeling",
+    "MaskedTokenDataset": "collator",
+    "PackedMaskingCollator": "collator",
+}
 """Public name -> the module of this package that has it."""
 
 
