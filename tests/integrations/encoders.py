@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 
 VOCAB, PAD = 60, 1
-COMMON = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": 0, "eos_token_id": 2, "max_position_embeddings": 150}
-SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 40}
+ENDS = {"pad_token_id": PAD, "bos_token_id": 0, "eos_token_id": 2}
+SHAPE = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 150,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 40,
+}
 FIELDS: dict[str, dict[str, Any]] = {
     "electra": {"embedding_size": 16, "summary_last_dropout": 0.0},
     "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 40},
-    "modernbert": {
-        "num_hidden_layers": 3,
-        "local_attention": 8,
-        "global_attn_every_n_layers": 3,
-        "cls_token_id": 0,
-        "sep_token_id": 2,
-    },
+    "modernbert": {"num_hidden_layers": 3, "local_attention": 8, "cls_token_id": 0, "sep_token_id": 2},
 }
 DROPOUTS = {
     "distilbert": ("dropout", "attention_dropout"),
@@ -39,7 +40,7 @@ def config_of(family: str, dropout: float = 0.0, **fields: Any) -> Any:
     dropped = dict.fromkeys(DROPOUTS.get(family, ("hidden_dropout_prob", "attention_probs_dropout_prob")), dropout)
     if family == "distilbert":
         dropped["seq_classif_dropout"] = dropped["qa_dropout"] = dropout
-    return AutoConfig.for_model(family, **{**COMMON, **SHAPE, **FIELDS.get(family, {}), **dropped, **fields})
+    return AutoConfig.for_model(family, **{**SHAPE, **ENDS, **FIELDS.get(family, {}), **dropped, **fields})
 
 
 def model_of(config: Any, task: str = "MaskedLM", dtype: torch.dtype = torch.float64) -> Any:

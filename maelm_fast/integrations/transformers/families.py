@@ -1,8 +1,8 @@
 """Hugging Face's encoders by family: what patch() puts in the place of which module's forward.
 
 A family is a row of FAMILIES, under its `config.model_type`. A function here takes the module that it stands in for,
-then what that module's forward takes. The modules inside are called as modules, so that adapters and hooks in them go on
-working.
+then what that module's forward takes. The modules inside are called as modules, so that adapters and hooks in them go
+on working.
 
 Shapes: T packed tokens, M tokens to predict, d hidden size, H heads.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from maelm_fast import ops
 from maelm_fast.ops import PositionBias
@@ -65,12 +65,15 @@ def dense_add_norm(module: Any, hidden_states: Tensor, input_tensor: Tensor) -> 
 
 
 def distilbert_block(module: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Tensor:
-    """DistilBERT's TransformerBlock. Chunks of its feed-forward would be the same."""
+    """DistilBERT's TransformerBlock. Gradient checkpointing is in stock's forward. Chunks of the feed-forward, which
+    stock can make, would change nothing but memory."""
+    if module.gradient_checkpointing and module.training:
+        out: Tensor = type(module).forward(module, hidden_states, attention_mask, **kwargs)
+        return out
     mixed, _ = module.attention(hidden_states, attention_mask=attention_mask, **kwargs)
     x = add_norm(mixed, hidden_states, 0.0, module.sa_layer_norm)
     ffn = module.ffn
-    out = ffn.lin2(ffn.activation(ffn.lin1(x)))
-    return add_norm(out, x, dropout_of(ffn.dropout), module.output_layer_norm)
+    return add_norm(ffn.lin2(ffn.activation(ffn.lin1(x))), x, dropout_of(ffn.dropout), module.output_layer_norm)
 
 
 def mpnet_add_norm(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

@@ -27,9 +27,7 @@ from torch import Tensor, nn
 
 from maelm_fast import ops
 from maelm_fast.config import require
-from maelm_fast.errors import UserError, did_you_mean
 from maelm_fast.integrations.transformers.attention import NAME
-from maelm_fast.integrations.transformers import families
 from maelm_fast.integrations.transformers.families import FAMILIES, Family
 from maelm_fast.ops import PaddedLayout
 
@@ -47,9 +45,11 @@ READS_NO_PADDING = ("ForMaskedLM", "ForTokenClassification", "Model")
 
 @dataclass
 class Patch:
-    """What patch() did to `model`. implementation: of attention, before. base_inputs, inputs: names of what the base model and the model take, in order.
-    padding_read: which padded columns' states mean something to what follows the base model. layout: of the batch that
-    is on its way through the base model, packed. places: the modules and names of what was put there."""
+    """What patch() did to `model`. implementation: of attention, before. unpad, attention, head: what was asked for,
+    head only of a model that has one. base_inputs, inputs: names of what the base model and the model take, in order.
+    padding_read: of which padded columns the states mean something to what follows the base model. layout: of the batch
+    that is on its way through the base model, packed. places: modules, and under which name they were given what. told:
+    why something ran as stock does, so that it is said once."""
 
     model: nn.Module
     model_type: str
@@ -61,7 +61,7 @@ class Patch:
     inputs: tuple[str, ...]
     padding_read: Literal["none", "first", "all"]
     layout: PaddedLayout | None = None
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    places: list[tuple[Any, str, Callable[..., Any]]] = field(default_factory=list)
     told: set[str] = field(default_factory=set)
 
     @property
@@ -96,17 +96,17 @@ def patch(model: Any, *, unpad: bool = True, attention: bool = True, norm: bool 
 
     unpad: padded batches run as one row of their tokens. `last_hidden_state` and `hidden_states` come back (B, L, d), 0
     where stock has the states of padding; positions are those that stock would have used. attention: `maelm`, ours;
-    unpad needs it. norm: dropout, residual and LayerNorm as one op, in the families that end a sublayer so (all but
-    ModernBERT). head: a masked-LM model in training mode that is given labels takes only the tokens with a label through
-    its head and to the loss, and returns no logits; in evaluation mode it returns the logits it always did.
+    unpad needs it. norm: dropout, residual and LayerNorm as one op, in the families that end a sublayer so: all but
+    ModernBERT. head: a masked-LM model in training mode that is given labels takes only the tokens with a label through
+    its head and to the loss, and returns no logits; in evaluation mode it returns the logits that it always did.
 
-    With any of them a loss that is a mean over labels becomes their sum over `num_items_in_batch` where the caller gives
-    it, as Trainer does, so that accumulating gradients is exact; stock's encoders ignore it.
+    With any of them a loss that is a mean over labels becomes their sum over `num_items_in_batch` where the caller
+    gives that, as Trainer does, so that accumulating gradients is exact; stock's encoders ignore it.
 
     Dropout draws its seeds from PyTorch's generator: reproducible under torch.manual_seed, other bits than stock's.
 
     Raises UserError for another model type, a decoder, a model that is patched or wrapped already; when called, for
-    labels at padding, whose states nobody computed."""
+    labels at padding, whose states are never computed."""
     from transformers import PreTrainedModel
 
     require(
@@ -114,12 +114,12 @@ def patch(model: Any, *, unpad: bool = True, attention: bool = True, norm: bool 
         f"patch: {type(model).__name__} is no model of transformers; give the one inside (of a SentenceTransformer: "
         "model[0].auto_model), before anything wraps it",
     )
-    config, known = model.config, ", ".join(FAMILIES)
-    if config.model_type not in FAMILIES:
-        raise UserError(
-            f"patch: model type '{config.model_type}' is not supported{did_you_mean(config.model_type, FAMILIES) or ';'} "
-            f"there are: {known}. Attention alone may be: attn_implementation='{NAME}'"
-        )
+    config = model.config
+    require(
+        config.model_type in FAMILIES,
+        f"patch: model type '{config.model_type}' is not supported; there are: {', '.join(FAMILIES)}. Attention alone "
+        f"may be: attn_implementation='{NAME}'",
+    )
     decodes = getattr(config, "is_decoder", False) or config.is_encoder_decoder or "CausalLM" in type(model).__name__
     require(not decodes, "patch: a decoder, with causal or cross-attention; only encoders are supported")
     require(attention or not unpad, "patch: unpad=True needs attention=True: no other keeps a packed row's texts apart")
@@ -149,7 +149,7 @@ def patch(model: Any, *, unpad: bool = True, attention: bool = True, norm: bool 
         _inputs_of(model),
         _padding_read(model, pooler),
     )
-    put = [(base, "forward", run_base)] if attention else []
+    put: list[tuple[Any, str, Callable[..., Any]]] = [(base, "forward", run_base)] if attention else []
     put += [(pooler, "forward", pool)] if unpad and pooler is not None else []
     put += [(model, "forward", run_task)] if model is not base and _is_stock(model) else []
     for module in filter(_is_stock, base.modules()):
@@ -165,8 +165,7 @@ def patch(model: Any, *, unpad: bool = True, attention: bool = True, norm: bool 
     for module, name, function in put:
         setattr(module, name, Patched(function, module, name))
         module.maelm_patch = state
-        state.places.append((module, name))
-    model.maelm_patch = state
+    model.maelm_patch, state.places = state, put
     if attention:
         _own_config(model)
         if state.dispatches:
@@ -180,14 +179,13 @@ def unpatch(model: Any) -> Any:
     state = model.__dict__.get("maelm_patch")
     require(state is not None, "unpatch: it is not patched")
     require(state.model is model, f"unpatch: it was patched as part of a {type(state.model).__name__}; give that")
-    for module, name in state.places:
-        found = module.__dict__.get(name)
+    for module, name, function in state.places:
         require(
-            hasattr(found, "__func__") and found.__func__.__module__ in (__name__, families.__name__),
+            getattr(module.__dict__.get(name), "__func__", None) is function,
             f"unpatch: the {name} of {type(module).__name__} has been wrapped since (accelerate does it for mixed "
             "precision): unwrap it first, accelerator.unwrap_model(model, keep_fp32_wrapper=False)",
         )
-    for module, name in state.places:
+    for module, name, _ in state.places:
         delattr(module, name)
         module.__dict__.pop("maelm_patch", None)
     model.__dict__.pop("maelm_patch", None)
@@ -351,20 +349,22 @@ def _tokens(inputs: dict[str, Any]) -> Tensor:
     ids, embeddings = inputs.get("input_ids"), inputs.get("inputs_embeds")
     if (ids is None) == (embeddings is None):
         raise ValueError("give either input_ids or inputs_embeds")  # stock's error
-    tokens: Tensor = embeddings if ids is None else ids
+    tokens = embeddings if ids is None else ids
+    assert isinstance(tokens, Tensor)
     return tokens
 
 
 def _layout(inputs: dict[str, Any]) -> PaddedLayout:
     tokens, mask = _tokens(inputs), inputs.get("attention_mask")
     if mask is None:
-        return PaddedLayout.full(*tokens.shape[:2], tokens.device)
+        return PaddedLayout.full(tokens.shape[0], tokens.shape[1], tokens.device)
     return ops.layout_from_mask(mask.to(tokens.device), inputs.get("sequence_lengths"))
 
 
 def _positions(base: Any, inputs: dict[str, Any], layout: PaddedLayout) -> Tensor:
     """(B, L): those that the caller gave, else those that stock would have made of the padded batch."""
-    ids, given = inputs.get("input_ids"), inputs.get("position_ids")
+    ids: Tensor | None = inputs.get("input_ids")
+    given: Tensor | None = inputs.get("position_ids")
     if given is not None:
         return given
     columns = torch.arange(layout.shape[1], device=layout.queries.positions.device).expand(layout.shape)
@@ -373,7 +373,7 @@ def _positions(base: Any, inputs: dict[str, Any], layout: PaddedLayout) -> Tenso
     padding: int = base.embeddings.padding_idx
     if ids is None:
         return columns + padding + 1
-    tokens = ids != padding
+    tokens = ids.ne(padding)
     return tokens.cumsum(1) * tokens + padding
 
 
