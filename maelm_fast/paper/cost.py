@@ -146,7 +146,7 @@ def measured_rate(config: RunConfig) -> float:
         size = max(1, min(size, _FEW_TOKENS // length))
     with torch.random.fork_rng(devices=[]):
         model = MaeLm(config.model).to(device)
-    optimizer = build_optimizer(model, config.optim)
+    optimizer = build_optimizer(model, config.optim, "bf16" if bf16 else "fp32")
     batch = _random_batch(config, model, size, length).to(device)
     flops = training_flops(config.model, *batch.lengths)
     seconds: list[float] = []
