@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,6 @@ from maelm_fast.training.files import write_directory, write_json
 from maelm_fast.training.rundir import LoadedRun
 
 FORMATS = ("auto", "own", "mpnet", "roberta", "layoutlmv3")
-CODE = Path(__file__).with_name("modeling_maelm.py")
 
 
 @dataclass(frozen=True)
@@ -154,7 +152,6 @@ def _write_model(transformers: Any, run: LoadedRun, out: Path, format: str) -> s
         own_config = MaeLmConfig(**own_fields(run.config.model, special_ids(run.tokenizer), whole))
         model: Any = MaeLmForMaskedLM(own_config) if whole else MaeLmModel(own_config)
         state = own_state(run.model) if whole else own_encoder_state(run.model.encoder, run.config.model.vocab_size)
-        shutil.copyfile(CODE, out / CODE.name)
     else:
         with_head = format != "layoutlmv3" and run.config.model.decoder == "none"
         prefix = {"mpnet": "MPNet", "roberta": "Roberta", "layoutlmv3": "LayoutLMv3"}[format]
