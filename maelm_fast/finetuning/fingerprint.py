@@ -11,7 +11,7 @@ from maelm_fast.config import to_dict
 from maelm_fast.data.files import checksum_of_given
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
-from maelm_fast.finetuning.examples import Examples, SpanExamples, TaskData
+from maelm_fast.finetuning.examples import Examples, TaskData
 from maelm_fast.training.rundir import RunDir
 
 NOT_DECIDING = ("device", "precision", "micro_batch_tokens")
@@ -82,14 +82,12 @@ def data_fingerprint(data: TaskData) -> str:
     task = data.task
     scored = [task.kind, task.labels, task.metric, task.label_range]
     whole = hashlib.sha256(json.dumps(scored).encode())
-    for name, split in {"train": data.train, **data.validation}.items():
-        content: list[Any] = [name]
+    for name, split in data.splits.items():
         if isinstance(split, Examples):
-            content += [*split.texts, split.labels.tolist()]
-        elif isinstance(split, SpanExamples):
-            answers = [[(answer.text, answer.start) for answer in several] for several in split.answers]
-            content += [split.questions, split.contexts, answers]
-        whole.update(json.dumps(content).encode())
+            labels = split.labels.tolist()
+        else:
+            labels = [[(answer.text, answer.start) for answer in several] for several in split.answers]
+        whole.update(json.dumps([name, *split.texts, labels]).encode())
     return whole.hexdigest()[:12]
 
 

@@ -250,7 +250,7 @@ def _record(origin: Origin, data: TaskData, config: FinetuneConfig, seeds: Seque
         "engine": origin.engine,
         "random_init": origin.random_init,
         "model_fingerprint": model_fingerprint(origin.path, origin.step, origin.random_init),
-        "data": {name: split.source for name, split in {"train": data.train, **data.validation}.items()},
+        "data": {name: split.source for name, split in data.splits.items()},
         "data_fingerprint": data_fingerprint(data),
         "seeds": list(seeds),
         "config": fields,

@@ -18,7 +18,6 @@ from torch import nn
 
 from maelm_fast import work as queue
 from maelm_fast.config import require, to_dict
-from maelm_fast.data.order import subset
 from maelm_fast.encoders import Engine, TextEncoder, load_encoder
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
@@ -59,13 +58,8 @@ class Question:
 def make_question(data: TaskData, template: Template, limit: int | None = None) -> Question:
     """limit: test examples per split, a fixed pseudo-random choice, which is noted."""
     task = replace(data.task, metric=METRICS.get(data.task.name, data.task.metric))
-    notes, test = list(data.notes), dict(data.validation)
-    for split, examples in data.validation.items():
-        if limit is not None and limit < len(examples):
-            test[split] = examples.take(subset(limit, len(examples)))
-            notes.append(f"{split}: {limit:,} of its {len(examples):,} examples, a fixed random choice (--limit)")
-    whole = TaskData(task, data.train, test, tuple(notes))
-    return Question(whole, template, data_fingerprint(whole))
+    data = replace(data, task=task).limited(validation=limit, why=" (--limit)")
+    return Question(data, template, data_fingerprint(data))
 
 
 @dataclass(frozen=True)
