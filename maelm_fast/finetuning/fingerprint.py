@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from maelm_fast.config import to_dict
 from maelm_fast.data.files import checksum_of_given
+from maelm_fast.encoders import Engine, TextEncoder, load_encoder
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, TaskData
@@ -75,6 +77,32 @@ def model_fingerprint(path: str | Path, step: int | None = None, random_init: bo
     else:
         files = [f for f in files if f.suffix in (*_DESCRIPTIONS, *_WEIGHTS)]
     return digest("huggingface", random_init, {file.name: checksum_of_given(file) for file in files})
+
+
+@dataclass(frozen=True)
+class Origin:
+    """An encoder to fine-tune, as it was named: a run directory of ours, with the checkpoint's step, or a Hugging Face
+    one."""
+
+    path: str
+    step: int | None = None
+    engine: Engine = "auto"
+    random_init: bool = False
+
+    def load(self, dropout: float, seed: int = 0, head: bool = False) -> TextEncoder:
+        """seed: of random weights. head: as encoders.load_encoder."""
+        return load_encoder(
+            self.path,
+            step=self.step,
+            engine=self.engine,
+            dropout=dropout,
+            random_init=self.random_init,
+            seed=seed,
+            head=head,
+        )
+
+    def fingerprint(self) -> str:
+        return model_fingerprint(self.path, self.step, self.random_init)
 
 
 def data_fingerprint(data: TaskData) -> str:

@@ -236,14 +236,7 @@ def finetunings(
 
 def promptings(found: Found, amount: Downstream, step: int) -> list[Prompting]:
     return [
-        Prompting(
-            task.name,
-            found.fingerprints.get(task.name, ""),
-            step,
-            mode,
-            seed,
-            amount.few,
-        )
+        Prompting(task.name, found.fingerprints.get(task.name, ""), step, mode, seed, amount.few)
         for task in found.tasks
         for mode in MODES
         for seed in ((None,) if mode == "zero-shot" else SPLIT_SEEDS[: amount.draws])
