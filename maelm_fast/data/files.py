@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 from collections.abc import Iterator
@@ -25,6 +26,17 @@ def written_aside(path: Path) -> Iterator[IO[bytes]]:
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def writing(place: Path, remedy: str) -> Iterator[None]:
+    """Makes what the system says against writing, of a full disk say, one line that ends with the remedy."""
+    try:
+        yield
+    except OSError as error:
+        free = "free some space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        reason = f"{error.filename or place}: {error.strerror or error}"
+        raise UserError(f"cannot write {reason}: {free}{remedy}") from None
 
 
 def sync(path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import math
 import multiprocessing
 import os
 import signal
@@ -50,6 +51,11 @@ class TrainingBatches(Dataset["list[PackedBatch] | list[RaggedBatch]"]):
         """The masker's seed is also the order's."""
         self.store, self.masker, self.batch_size, self.mask_on_device = store, masker, batch_size, mask_on_device
         self.micro_batch_tokens = min(micro_batch_size, batch_size) * store.manifest.seq_len
+
+    def __len__(self) -> int:
+        """Updates that one pass over the store takes, the last of which may run on into the next pass. Item i is there
+        for every i from 0 on: the order has no end."""
+        return math.ceil(len(self.store) / self.batch_size)
 
     def __getitem__(self, update: int) -> list[PackedBatch] | list[RaggedBatch]:
         return self.update(update).micro_batches()

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import hashlib
 import itertools
 import json
@@ -37,7 +36,7 @@ from tokenizers import Tokenizer
 
 from maelm_fast.config import require
 from maelm_fast.data.corpus import Document
-from maelm_fast.data.files import checksum_of_given, sync, written_aside
+from maelm_fast.data.files import checksum_of_given, sync, writing, written_aside
 from maelm_fast.data.readers import expand_inputs, identify, read_documents
 from maelm_fast.data.samples import Chunk, cut_blocks, cut_documents
 from maelm_fast.data.token_store import (
@@ -166,19 +165,14 @@ def prepare(config: PrepareConfig, log: Log = logger.info) -> Manifest:
     job = _plan(config)
     if config.out.exists():
         return _finished(job, log)
-    try:
-        with lock(job.partial.with_suffix(".lock"), remove=True) as ours:
-            require(ours, f"{job.partial} is being written by another run: wait for it, or stop it")
-            if config.out.exists():  # that run has ended meanwhile
-                return _finished(job, log)
-            job.partial.mkdir(parents=True, exist_ok=True)
-            return _prepare_alone(job, log)
-    except OSError as error:  # the readers turn theirs into UserErrors, so this one is about writing
-        remedy = "free some space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        raise UserError(
-            f"cannot write {error.filename or job.partial}: {error.strerror or error}: {remedy}choose another --out; "
-            "the same command resumes where this one stopped"
-        ) from None
+    # the readers turn their OSErrors into UserErrors, so that what is left is about writing
+    remedy = "choose another --out; the same command resumes where this one stopped"
+    with writing(job.partial, remedy), lock(job.partial.with_suffix(".lock"), remove=True) as ours:
+        require(ours, f"{job.partial} is being written by another run: wait for it, or stop it")
+        if config.out.exists():  # that run has ended meanwhile
+            return _finished(job, log)
+        job.partial.mkdir(parents=True, exist_ok=True)
+        return _prepare_alone(job, log)
 
 
 def _plan(config: PrepareConfig) -> _Job:

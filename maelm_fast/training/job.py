@@ -6,70 +6,65 @@ Nothing is written before the checks have passed.
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from maelm_fast import presets
 from maelm_fast.config import RunConfig, require, to_dict
+from maelm_fast.data.files import writing
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
 from maelm_fast.training.files import write_json, write_text
-from maelm_fast.training.hardware import choose_device, choose_precision, device_name, environment
+from maelm_fast.training.hardware import choose_precision, device_name, environment
 from maelm_fast.training.initial import Initial, adapt, load_initial
+from maelm_fast.training.parallel import processes
 from maelm_fast.training.rundir import RunDir, RunRecord, vocabulary_of
 from maelm_fast.training.trainer import Trainer, build_model
+from maelm_fast.training.verified import verify_data
 from maelm_fast.work import lock
-
-log = logging.getLogger(__name__)
 
 
 def pretrain(preset: str, config: RunConfig, data: str, out: str, initial: Initial | None = None) -> RunDir:
     """Train `config` on the token store `data` in the run directory `out`; goes on if a run of the same is there.
 
     Raises UserError, before anything is written, for what does not fit together; Stopped after SIGTERM or SIGINT, when
-    the run is saved."""
+    the run is saved. Called by each of the processes that torchrun started, if it did; rank 0 writes and prints."""
     train, validation = TokenStore.open(data, "train"), TokenStore.open(data, "validation")
     tokenizer = train.tokenizer()
     vocabulary = vocabulary_of(tokenizer)
     config = _fit_model(preset, config, train, vocabulary.size, initial, tokenizer)
-    device = choose_device(config.runtime)
-    precision = choose_precision(config.runtime, device)
     record = RunRecord(preset, str(data), train.fingerprint, initial.source if initial else None)
-
     run = RunDir(out)
-    if run.exists:
-        _check_same(run, record, config)
-    elif run.path.is_file():
-        raise UserError(f"{run.path} is a file; choose another --out")
-    elif run.path.exists() and any(run.path.iterdir()):
-        raise UserError(f"{run.path} exists, is not empty and is not a run; choose another --out")
-
-    with _alone(run):
+    with processes(config.runtime) as group, contextlib.ExitStack() as stack:
+        say: Callable[[str], None] = print if group.is_main else lambda _: None
+        precision = choose_precision(config.runtime, group.device)
+        group.from_main(lambda: stack.enter_context(_alone(run, record, config)))
+        starts = group.from_main(run.starts)
+        remedy = "move the run elsewhere" if starts else "choose another --out"
+        with writing(run.path, remedy):
+            verify_data(run.verified_file, train, group, say)
         model = build_model(config, vocabulary)
         if initial is not None:
             fresh = load_initial(model, initial)
-            print(f"initialised from {initial.source}" + (f"; newly initialised: {_summary(fresh)}" if fresh else ""))
-        trainer = Trainer(run, config, model, train, validation, vocabulary, device, precision)
-        _start_files(run, record, config, tokenizer.to_str(), environment(device, precision))
+            say(f"initialised from {initial.source}" + (f"; newly initialised: {_summary(fresh)}" if fresh else ""))
+        trainer = Trainer(run, config, model, train, validation, vocabulary, group, precision)
+        starts.append({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **environment(group.device, precision)})
+        with writing(run.path, remedy):
+            group.from_main(lambda: _start_files(run, record, config, tokenizer.to_str(), starts))
         resumed = trainer.resume()
-        print(_banner(run, preset, config, trainer, train, precision, device_name(device)))
+        say(_banner(run, preset, config, trainer, train, precision, device_name(group.device)))
         if trainer.progress.finished:
-            print(f"{run.path}: already finished ({trainer.progress.finished}) at step {trainer.progress.step:,}")
+            say(f"{run.path}: already finished ({trainer.progress.finished}) at step {trainer.progress.step:,}")
             return run
         if resumed:
-            print(f"resuming from step {trainer.progress.step:,}")
-        try:
-            trainer.train()
-        except UserError:
-            if not run.steps() and not any(run.metrics()):  # refused before its first update: not a run yet
-                run.config_file.unlink()
-                run.metrics_file.unlink(missing_ok=True)
-            raise
+            say(f"resuming from step {trainer.progress.step:,}")
+            before = starts[-2].get("precision", precision) if len(starts) > 1 else precision
+            if before != precision:
+                say(f"in {precision} from here on, until now in {before}: not bit for bit what either makes alone")
+        trainer.train()
     return run
 
 
@@ -135,33 +130,54 @@ def _leaves(config: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
             yield "", name, value
 
 
-def _start_files(run: RunDir, record: RunRecord, config: RunConfig, tokenizer: str, env: dict[str, Any]) -> None:
+def _start_files(
+    run: RunDir, record: RunRecord, config: RunConfig, tokenizer: str, starts: list[dict[str, Any]]
+) -> None:
+    run.write_config(record, config)
     run.checkpoints.mkdir(exist_ok=True)
     write_text(run.tokenizer_file, tokenizer)
-    starts = json.loads(run.env_file.read_text()) if run.env_file.exists() else []
-    write_json(run.env_file, [*starts, {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **env}])
-    run.write_config(record, config)
+    write_json(run.env_file, starts)
+
+
+_BEFORE_CONFIG = (".lock", "verified.json", "verified.json.tmp", "config.yaml.tmp")
+"""What one that was killed before its directory was a run may have left there."""
 
 
 @contextlib.contextmanager
-def _alone(run: RunDir) -> Iterator[None]:
-    """Keeps two processes from writing the same run, and takes back a directory that a failure left empty."""
-    created = not run.path.exists()
+def _alone(run: RunDir, record: RunRecord, config: RunConfig) -> Iterator[None]:
+    """Keeps two processes from writing the same run, and takes back all of one that failed before its first update.
+
+    Raises UserError if the directory is another run's, or none's."""
+    if run.exists:
+        _check_same(run, record, config)
+    elif run.path.is_file():
+        raise UserError(f"{run.path} is a file; choose another --out")
+    elif run.path.exists() and any(path.name not in _BEFORE_CONFIG for path in run.path.iterdir()):
+        raise UserError(f"{run.path} exists, is not empty and is not a run; choose another --out")
+    created = [path for path in (run.path, *run.path.parents) if not path.exists()]
     try:
         with lock(run.path / ".lock", remove=True) as ours:
             require(ours, f"{run.path} is in use by another process")
+            begun = run.exists
             try:
                 yield
-            finally:
-                if created and not run.exists:
-                    for leftover in (run.tokenizer_file, run.env_file):
-                        leftover.unlink(missing_ok=True)
-                    with contextlib.suppress(OSError):
-                        run.checkpoints.rmdir()
+            except BaseException:
+                if not begun and not run.steps() and not any(run.metrics()):
+                    _remove(run)
+                raise
     finally:
-        if created and not run.exists:
-            with contextlib.suppress(OSError):
-                run.path.rmdir()
+        with contextlib.suppress(OSError):  # the first that is not empty ends it
+            for path in created:
+                path.rmdir()
+
+
+def _remove(run: RunDir) -> None:
+    """All that a run has before its first update."""
+    files = (run.metrics_file, run.env_file, run.tokenizer_file, run.verified_file, run.config_file)
+    for path in files:
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        run.checkpoints.rmdir()
 
 
 def _banner(

@@ -2,6 +2,7 @@
 
 config.yaml      preset, data, and the full merged configuration
 env.json         versions, hardware, commit of each start
+verified.json    the store's files when their content was compared (verified.py)
 tokenizer.json   the store's tokenizer, so that the run can be used without the store
 metrics.jsonl    one row per logged update and per evaluation
 checkpoints/     step_N/: model.safetensors, optimizer.safetensors, state.json, checksums.json
@@ -43,6 +44,7 @@ class RunDir:
         self.path = Path(path)
         self.config_file = self.path / "config.yaml"
         self.env_file = self.path / "env.json"
+        self.verified_file = self.path / "verified.json"
         self.metrics_file = self.path / "metrics.jsonl"
         self.tokenizer_file = self.path / "tokenizer.json"
         self.checkpoints = self.path / "checkpoints"
@@ -65,6 +67,18 @@ class RunDir:
             raise UserError(f"{self.path}: not a run directory (no config.yaml)") from None
         except (OSError, ValueError, yaml.YAMLError, KeyError, AttributeError, TypeError) as error:
             raise UserError(f"{self.config_file}: not a run's config.yaml ({_one_line(error)})") from None
+
+    def starts(self) -> list[dict[str, Any]]:
+        """What env.json says of each start until now. Raises UserError if it is damaged."""
+        try:
+            starts = json.loads(self.env_file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError):
+            starts = None
+        if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+            raise UserError(f"{self.env_file} is damaged; it is only a record of the run's starts: remove it")
+        return starts
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint directory, ascending; whether they are whole is not looked at."""

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any, Self
 
-from maelm_fast.errors import UserError
+from maelm_fast.data.files import writing
 from maelm_fast.training.files import write_text
 from maelm_fast.training.rundir import RunDir
 
@@ -22,25 +22,27 @@ class Metrics:
     def __init__(self, run: RunDir, step: int) -> None:
         """Opens the file to go on after `step`: rows beyond it, of updates that a crash undid, and an unfinished last
         line are removed first, so that every update is in the file once."""
+        self._path = run.metrics_file
         kept = [row for row in run.metrics() if row["step"] <= step]
-        if run.metrics_file.exists():
-            write_text(run.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
-        self._file = open(run.metrics_file, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
+        with writing(run.metrics_file, "move the run elsewhere"):
+            if run.metrics_file.exists():
+                write_text(run.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
+            self._file = open(run.metrics_file, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
 
     def write(self, row: dict[str, Any]) -> None:
         """Numbers that are not finite, a skipped update's, are written as null: JSON has no others."""
         row = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
-        try:
+        with writing(self._path, "move the run elsewhere"):
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
-        except OSError as error:
-            raise UserError(
-                f"cannot write {self._file.name}: {error.strerror}; free some space and run again"
-            ) from None
 
     def sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Before a save, which costs only itself if this fails: OSError."""
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise OSError(f"cannot write {self._path}: {error.strerror}") from None
 
     def close(self) -> None:
         self._file.close()

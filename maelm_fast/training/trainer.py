@@ -32,6 +32,7 @@ from maelm_fast.training.hardware import device_name
 from maelm_fast.training.live import live_batches, live_ranks
 from maelm_fast.training.loop import Progress, Training
 from maelm_fast.training.optim import build_optimizer, learning_rate
+from maelm_fast.training.parallel import Processes
 from maelm_fast.training.prefetch import on_device
 from maelm_fast.training.rundir import RunDir
 from maelm_fast.training.runlog import Display, Metrics
@@ -56,7 +57,7 @@ class PretrainingProgress(Progress):
 
 
 class Trainer(Training[list[PackedBatch], "_Update"]):
-    """One run on one device. Construct, then `resume()` if there is something to resume, then `train()`."""
+    """One run. Construct, then `resume()` if there is something to resume, then `train()`."""
 
     def __init__(
         self,
@@ -66,10 +67,11 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
         train: TokenStore,
         validation: TokenStore,
         vocabulary: Vocabulary,
-        device: torch.device,
+        processes: Processes,
         precision: str,
     ) -> None:
-        self.run, self.config, self.device, self.precision = run, config, device, precision
+        self.run, self.config, self.processes, self.precision = run, config, processes, precision
+        self.device = device = processes.device
         self.model = model.to(device)
         self.validation = validation
         self.masker = Masker(config.masking, vocabulary, config.seed, self.model.encoder_sees_mask)
@@ -96,7 +98,7 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
 
     def resume(self) -> bool:
         """Resumes from the newest whole checkpoint; False if there is none."""
-        path = self.run.last_whole_checkpoint()
+        path = self.processes.from_main(self.run.last_whole_checkpoint)
         if path is None:
             return False
         self.progress = PretrainingProgress(**checkpoint.read_state(path))

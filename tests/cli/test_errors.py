@@ -41,10 +41,18 @@ def place(store: Path, text_file: Path, tmp_path_factory: pytest.TempPathFactory
             os.truncate(shard, shard.stat().st_size // 2)
         elif damage == "tokenizer":
             manifest = json.loads((copy / "manifest.json").read_text())
-            manifest["tokenizer_sha256"] = "0" * 64
+            manifest |= {"tokenizer_sha256": "0" * 64, "sha256": ""}
             (copy / "manifest.json").write_text(json.dumps(manifest))
         else:
             (copy / "manifest.json").unlink()
+    shutil.copytree(store, here / "flipped")
+    shard = here / "flipped" / "train-00000.arrow"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    shutil.copytree(store, here / "edited")
+    manifest = here / "edited" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"seq_len": 32', '"seq_len": 31'))
     shutil.copytree(here / "run", here / "torn")
     for file in (here / "torn").glob("checkpoints/*/model.safetensors"):
         os.truncate(file, file.stat().st_size // 2)
@@ -80,6 +88,8 @@ CASES = {
     "store missing": ("pretrain tiny --data {p}/none --out {p}/out", "none is not a token store"),
     "store without manifest": ("pretrain tiny --data {p}/nomanifest --out {p}/out", "no manifest.json"),
     "store truncated": ("pretrain tiny --data {p}/truncated --out {p}/out", "bytes instead of"),
+    "store with a flipped bit": ("pretrain tiny --data {p}/flipped --out {p}/out", "arrow is damaged (checksum)"),
+    "store with an edited manifest": ("pretrain tiny --data {p}/edited --out {p}/out", "was changed after it was"),
     "store with another tokenizer": ("pretrain tiny --data {p}/other --out {p}/out", "is not the tokenizer this store"),
     "vocabulary unlike the store's": (PRETRAIN + " --model.vocab_size 4096", "leave model.vocab_size out"),
     "sequence too long": (PRETRAIN + " --model.max_positions 16", "do not fit model.max_positions 16"),

@@ -200,6 +200,7 @@ def test_a_store_without_checksums_of_its_inputs(text):
     data = json.loads(path.read_text())
     for entry in data["options"]["inputs"]:
         del entry["sha256"]
+    del data["sha256"]  # of a time when a manifest had no checksum of its own either
     path.write_text(json.dumps(data))
     assert len(TokenStore.open(path.parent)) > 0
     assert prepare(configure(text)).options == data["options"]
