@@ -23,7 +23,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ from maelm_fast.encoders import (
 from maelm_fast.errors import UserError
 from maelm_fast.export.compare import remote_code_removed
 from maelm_fast.export.from_huggingface import read_weights
-from maelm_fast.export.huggingface import CODE, fitting_format, require_new, write_tokenizer
+from maelm_fast.export.huggingface import fitting_format, require_new, write_tokenizer
 from maelm_fast.export.library import new_model, quiet, require_transformers, transformers_errors
 from maelm_fast.export.mapping import own_encoder_state, own_fields, stock_encoder_state, stock_fields
 from maelm_fast.finetuning.batches import token_batch
@@ -167,7 +166,6 @@ def _save_packed(transformers: Any, model: Model, exact: Model, task: Task, out:
         from maelm_fast.export import modeling_maelm as library
 
         base, state = "encoder", own_encoder_state(encoder.encoder, config.vocab_size)
-        shutil.copyfile(CODE, aside / CODE.name)
     else:
         library, base, state = transformers, format, stock_encoder_state(encoder.encoder, config, format)
     theirs = getattr(library, prefix + _KINDS[spans])(getattr(library, f"{prefix}Config")(**fields))
