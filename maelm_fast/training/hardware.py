@@ -52,17 +52,18 @@ def deterministic(asked: bool) -> Iterator[None]:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill, products = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cuda.matmul
+    memory: Any = torch.utils.deterministic  # a module with a property
+    fill, products = memory.fill_uninitialized_memory, torch.backends.cuda.matmul
     reduced = products.allow_bf16_reduced_precision_reduction
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used; PyTorch asks for it
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # every byte that is read has been written
+    memory.fill_uninitialized_memory = False  # every byte that is read has been written
     products.allow_bf16_reduced_precision_reduction = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        memory.fill_uninitialized_memory = fill
         products.allow_bf16_reduced_precision_reduction = reduced
 
 
