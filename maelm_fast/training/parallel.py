@@ -38,12 +38,13 @@ class Processes:
 
     rank, world, strategy = 0, 1, "none"
 
-    def __init__(self, runtime: RuntimeConfig) -> None:
-        self.device = choose_device(runtime)
-
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def device(self, runtime: RuntimeConfig) -> torch.device:
+        """This process's own."""
+        return choose_device(runtime)
 
     def wrap(self, model: nn.Module) -> Forward:
         """What to call in training. Called before the optimiser is made: FSDP2 puts the parameters' parts in their
@@ -83,33 +84,36 @@ class Processes:
     def watch(self, directory: Path) -> None:
         """From now on keep a heartbeat in that directory, for the error that names who is missing."""
 
-    def at(self, step: int, phase: str) -> None:
-        """What this process does from now on, for its heartbeat: "waiting for data"."""
+    def at(self, phase: str, step: int | None = None) -> None:
+        """What this process does from now on, for its heartbeat: "waiting for data". step: of that many updates in all,
+        the one in hand; None: as before."""
+
+
+ALONE = Processes()
 
 
 class _Several(Processes):
     """One of several, which torchrun has started."""
 
     def __init__(self, runtime: RuntimeConfig) -> None:
-        super().__init__(runtime)
         import torch.distributed as dist
         from torch.distributed.rendezvous import rendezvous
 
-        self.dist, local = dist, int(os.environ.get("LOCAL_RANK", "0"))
-        if self.device.type == "cuda":
+        self.dist, self.own = dist, choose_device(runtime)
+        if self.own.type == "cuda":
+            local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
             require(
-                local < torch.cuda.device_count(),
-                f"more processes on this machine than its {torch.cuda.device_count()} GPUs: start torchrun with "
-                f"--nproc-per-node {torch.cuda.device_count()}",
+                local < there,
+                f"more processes on this machine than its {there} GPUs: start torchrun with --nproc-per-node {there}",
             )
-            self.device = torch.device("cuda", local)
-            torch.cuda.set_device(self.device)
+            self.own = torch.device("cuda", local)
+            torch.cuda.set_device(self.own)
             for name, value in _FLIGHT_RECORDER.items():
                 os.environ.setdefault(name, value)
         timeout = timedelta(seconds=runtime.parallel.timeout_s)
         try:
             store, self.rank, self.world = next(rendezvous("env://", timeout=timeout))
-            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "cpu:gloo"
+            backend = "cpu:gloo,cuda:nccl" if self.own.type == "cuda" else "cpu:gloo"
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world, timeout=timeout)
         except (ValueError, RuntimeError) as error:
             text = " ".join(str(error).split())
@@ -120,13 +124,16 @@ class _Several(Processes):
         if not self.is_main:
             logging.getLogger("maelm_fast").setLevel(logging.ERROR)  # the main one says it for all
 
+    def device(self, runtime: RuntimeConfig) -> torch.device:
+        return self.own
+
     def wrap(self, model: nn.Module) -> Forward:
         if self.strategy == "ddp":
             return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh(self.device.type, (self.world,))
+        mesh = init_device_mesh(self.own.type, (self.world,))
         for part in [*(module for module in model.modules() if isinstance(module, Block)), model]:
             fully_shard(part, mesh=mesh, reshard_after_forward=False)
         return model
@@ -143,12 +150,20 @@ class _Several(Processes):
         model.set_is_last_backward(last)
         yield
 
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        before = self.watcher.phase
+        self.at("waiting for the others")
+        yield
+        self.at(before)
+
     def total(self, count: int) -> Tensor:
-        here = torch.tensor(count, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
+        here = torch.tensor(count, pin_memory=self.own.type == "cuda").to(self.own, non_blocking=True)
         return self.sum(here).clamp(min=1)
 
     def sum(self, numbers: Tensor) -> Tensor:
-        self.dist.all_reduce(numbers)
+        with self._together():
+            self.dist.all_reduce(numbers)
         return numbers
 
     def from_main(self, function: Callable[[], T]) -> T:
@@ -158,7 +173,8 @@ class _Several(Processes):
                 told[0] = function()
             except UserError as error:
                 told[1] = error
-        self.dist.broadcast_object_list(told, device=torch.device("cpu"))
+        with self._together():
+            self.dist.broadcast_object_list(told, device=torch.device("cpu"))
         if told[1] is not None:
             raise told[1] if self.is_main else SystemExit(2)  # of which one says it
         answer: T = told[0]
@@ -166,7 +182,8 @@ class _Several(Processes):
 
     def everyone(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.world
-        self.dist.all_gather_object(values, value)
+        with self._together():
+            self.dist.all_gather_object(values, value)
         return values
 
     @contextlib.contextmanager
@@ -186,8 +203,8 @@ class _Several(Processes):
         self.from_main(lambda: self.watcher.clear(directory))
         self.watcher.directory = directory
 
-    def at(self, step: int, phase: str) -> None:
-        self.watcher.at(step, phase)
+    def at(self, phase: str, step: int | None = None) -> None:
+        self.watcher.at(phase, step)
 
     def is_loss_of_others(self, error: Exception) -> bool:
         """Whether that is what a collective raises when another process has gone or does not come."""
@@ -210,7 +227,7 @@ def processes(runtime: RuntimeConfig) -> Iterator[Processes]:
     A UserError in one process ends all: it is raised in the first one that has one, with its rank, and the others exit
     with status 2 and say nothing. A process that has gone, or that hangs for runtime.parallel.timeout_s, is one too."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Processes(runtime)
+        yield ALONE
         return
     several = _Several(runtime)
     watcher = several.watcher

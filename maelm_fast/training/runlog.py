@@ -31,6 +31,8 @@ class Metrics:
 
     def write(self, row: dict[str, Any]) -> None:
         """Numbers that are not finite, a skipped update's, are written as null: JSON has no others."""
+        if not self.on:
+            return
         row = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
         with writing(self._path, "move the run elsewhere"):
             self._file.write(json.dumps(row) + "\n")
@@ -49,14 +51,15 @@ class Metrics:
 
 
 class Display:
-    """Progress for people. On a terminal one line is redrawn; elsewhere a line is printed every few seconds."""
+    """Progress for people. On a terminal one line is redrawn; elsewhere a line is printed every few seconds. Nothing if
+    it is not `on`: of several processes one shows it."""
 
-    def __init__(self, first_step: int, max_steps: int) -> None:
-        self.max_steps = max_steps
+    def __init__(self, first_step: int, max_steps: int, on: bool = True) -> None:
+        self.max_steps, self.on = max_steps, on
         self._first, self._start = first_step, time.monotonic()
         self._last_plain = 0.0
         self._progress = None
-        if sys.stdout.isatty():
+        if on and sys.stdout.isatty():
             from rich.progress import BarColumn, Progress, TextColumn
 
             self._progress = Progress(
@@ -89,14 +92,14 @@ class Display:
         text += f"  ETA {self._eta(step)}"
         if self._progress is not None:
             self._progress.update(self._task, completed=step, text=text)
-        elif time.monotonic() - self._last_plain >= _PLAIN_SECONDS or step == self.max_steps:
+        elif self.on and (time.monotonic() - self._last_plain >= _PLAIN_SECONDS or step == self.max_steps):
             self._last_plain = time.monotonic()
             print(text, flush=True)
 
     def say(self, text: str) -> None:
         if self._progress is not None:
             self._progress.console.print(text, highlight=False)
-        else:
+        elif self.on:
             print(text, flush=True)
 
     def _eta(self, step: int) -> str:
