@@ -17,7 +17,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-DIRECTORY = "heartbeats"
 _FAILED = "maelm_fast/failed"
 _GRACE_S = 5.0  # for a process to end by itself when another has failed, or when its line has been said
 

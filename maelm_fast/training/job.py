@@ -6,14 +6,12 @@ Nothing is written before the checks have passed.
 from __future__ import annotations
 
 import contextlib
-import logging
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from maelm_fast import presets
 from maelm_fast.config import RunConfig, require, to_dict
@@ -21,59 +19,56 @@ from maelm_fast.data.files import writing
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
 from maelm_fast.training.files import write_json, write_text
-from maelm_fast.training.hardware import choose_device, choose_precision, device_name, environment
+from maelm_fast.training.hardware import choose_precision, device_name, environment
 from maelm_fast.training.initial import Initial, adapt, load_initial
+from maelm_fast.training.parallel import processes
 from maelm_fast.training.rundir import RunDir, RunRecord, vocabulary_of
 from maelm_fast.training.trainer import Trainer, build_model
 from maelm_fast.training.verified import verify_data
 from maelm_fast.work import lock
-
-log = logging.getLogger(__name__)
 
 
 def pretrain(preset: str, config: RunConfig, data: str, out: str, initial: Initial | None = None) -> RunDir:
     """Train `config` on the token store `data` in the run directory `out`; goes on if a run of the same is there.
 
     Raises UserError, before anything is written, for what does not fit together; Stopped after SIGTERM or SIGINT, when
-    the run is saved."""
-    train, validation = TokenStore.open(data, "train"), TokenStore.open(data, "validation")
-    tokenizer = train.tokenizer()
-    vocabulary = vocabulary_of(tokenizer)
-    config = _fit_model(preset, config, train, vocabulary.size, initial, tokenizer)
-    device = choose_device(config.runtime)
-    precision = choose_precision(config.runtime, device)
-    record = RunRecord(preset, str(data), train.fingerprint, initial.source if initial else None)
-
+    the run is saved. Called by each of the processes that torchrun started, if it did; rank 0 writes and prints."""
     run = RunDir(out)
-    if run.exists:
-        _check_same(run, record, config)
-    elif run.path.is_file():
-        raise UserError(f"{run.path} is a file; choose another --out")
-    elif run.path.exists() and any(path.name not in _BEFORE_CONFIG for path in run.path.iterdir()):
-        raise UserError(f"{run.path} exists, is not empty and is not a run; choose another --out")
-
-    with _alone(run):
-        starts = run.starts()
+    with processes(config.runtime) as group, contextlib.ExitStack() as stack:
+        train, validation = TokenStore.open(data, "train"), TokenStore.open(data, "validation")
+        tokenizer = train.tokenizer()
+        vocabulary = vocabulary_of(tokenizer)
+        config = _fit_model(preset, config, train, vocabulary.size, initial, tokenizer)
+        record = RunRecord(preset, str(data), train.fingerprint, initial.source if initial else None)
+        say: Callable[[str], None] = print if group.is_main else lambda _: None
+        precision = choose_precision(config.runtime, group.device)
+        group.from_main(lambda: stack.enter_context(_alone(run, record, config)))
+        group.watch(run.heartbeats)
+        starts = group.from_main(run.starts)
         remedy = "move the run elsewhere" if starts else "choose another --out"
         with writing(run.path, remedy):
-            verify_data(run.verified_file, train)
+            verify_data(run.verified_file, train, group, say)
         model = build_model(config, vocabulary)
         if initial is not None:
             fresh = load_initial(model, initial)
-            print(f"initialised from {initial.source}" + (f"; newly initialised: {_summary(fresh)}" if fresh else ""))
-        trainer = Trainer(run, config, model, train, validation, vocabulary, device, precision)
+            say(f"initialised from {initial.source}" + (f"; newly initialised: {_summary(fresh)}" if fresh else ""))
+        trainer = Trainer(run, config, model, train, validation, vocabulary, group, precision)
+        now = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "processes": group.world}
+        starts.append({**now, **environment(group.device, precision)})
         with writing(run.path, remedy):
-            _start_files(run, record, config, tokenizer.to_str(), [*starts, _start(device, precision)])
+            group.from_main(lambda: _start_files(run, record, config, tokenizer.to_str(), starts))
         resumed = trainer.resume()
-        print(_banner(run, preset, config, trainer, train, precision, device_name(device)))
+        say(_banner(run, preset, config, trainer, train, precision))
+        if (advice := _idle(trainer)) is not None:
+            say(advice)
         if trainer.progress.finished:
-            print(f"{run.path}: already finished ({trainer.progress.finished}) at step {trainer.progress.step:,}")
+            say(f"{run.path}: already finished ({trainer.progress.finished}) at step {trainer.progress.step:,}")
             return run
         if resumed:
-            print(f"resuming from step {trainer.progress.step:,}")
-            before = starts[-1].get("precision", precision) if starts else precision
+            say(f"resuming from step {trainer.progress.step:,}")
+            before = starts[-2].get("precision", precision) if len(starts) > 1 else precision
             if before != precision:
-                print(f"in {precision} from here on, until now in {before}: not bit for bit what either makes alone")
+                say(f"in {precision} from here on, until now in {before}: not bit for bit what either makes alone")
         trainer.train()
     return run
 
@@ -140,10 +135,6 @@ def _leaves(config: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
             yield "", name, value
 
 
-def _start(device: torch.device, precision: str) -> dict[str, Any]:
-    return {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **environment(device, precision)}
-
-
 def _start_files(
     run: RunDir, record: RunRecord, config: RunConfig, tokenizer: str, starts: list[dict[str, Any]]
 ) -> None:
@@ -153,13 +144,22 @@ def _start_files(
     write_json(run.env_file, starts)
 
 
-_BEFORE_CONFIG = (".lock", "verified.json", "verified.json.tmp", "config.yaml.tmp")
+_MUCH_IDLE = 0.05
+_BEFORE_CONFIG = (".lock", "heartbeats", "verified.json", "verified.json.tmp", "config.yaml.tmp")
 """What one that was killed before its directory was a run may have left there."""
 
 
 @contextlib.contextmanager
-def _alone(run: RunDir) -> Iterator[None]:
-    """Keeps two processes from writing the same run, and takes back all of one that failed before its first update."""
+def _alone(run: RunDir, record: RunRecord, config: RunConfig) -> Iterator[None]:
+    """Keeps two processes from writing the same run, and takes back all of one that failed before its first update.
+
+    Raises UserError if the directory is another run's, or none's."""
+    if run.exists:
+        _check_same(run, record, config)
+    elif run.path.is_file():
+        raise UserError(f"{run.path} is a file; choose another --out")
+    elif run.path.exists() and any(path.name not in _BEFORE_CONFIG for path in run.path.iterdir()):
+        raise UserError(f"{run.path} exists, is not empty and is not a run; choose another --out")
     created = [path for path in (run.path, *run.path.parents) if not path.exists()]
     try:
         with lock(run.path / ".lock", remove=True) as ours:
@@ -182,13 +182,15 @@ def _remove(run: RunDir) -> None:
     files = (run.metrics_file, run.env_file, run.tokenizer_file, run.verified_file, run.config_file)
     for path in files:
         path.unlink(missing_ok=True)
+    shutil.rmtree(run.heartbeats, ignore_errors=True)
     with contextlib.suppress(OSError):
         run.checkpoints.rmdir()
 
 
-def _banner(
-    run: RunDir, preset: str, config: RunConfig, trainer: Trainer, store: TokenStore, precision: str, device: str
-) -> str:
+def _banner(run: RunDir, preset: str, config: RunConfig, trainer: Trainer, store: TokenStore, precision: str) -> str:
+    device, group = device_name(trainer.device), trainer.processes
+    if group.world > 1:
+        device = f"{group.world} x {device} ({group.strategy})"
     parameters = sum(p.numel() for p in trainer.model.parameters())
     samples, updates = len(store), config.optim.max_steps * config.optim.batch_size
     return (
@@ -197,6 +199,18 @@ def _banner(
         f"{config.optim.max_steps:,} updates of {config.optim.batch_size:,} are {updates / samples:.2f} epochs\n"
         f"run: {run.path}"
     )
+
+
+def _idle(trainer: Trainer) -> str | None:
+    """What share of the processes' time would be lost to waiting, if it is much, and what would mend it."""
+    batches, size = trainer.batches, trainer.config.runtime.micro_batch_size
+    idle, better = batches.idle(size), batches.better_size(size)
+    if idle < _MUCH_IDLE:
+        return None
+    said = f"{idle:.0%} of the {batches.world} processes' time is idle: an update's micro-batches do not divide by them"
+    if better == size:
+        return f"{said}; use fewer processes, or a larger optim.batch_size"
+    return f"{said}; with --runtime.micro-batch-size {better} it is {batches.idle(better):.0%}"
 
 
 def _summary(names: list[str]) -> str:

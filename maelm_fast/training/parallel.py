@@ -38,13 +38,13 @@ class Processes:
 
     rank, world, strategy = 0, 1, "none"
 
+    def __init__(self, device: torch.device) -> None:
+        """device: this process's own."""
+        self.device = device
+
     @property
     def is_main(self) -> bool:
         return self.rank == 0
-
-    def device(self, runtime: RuntimeConfig) -> torch.device:
-        """This process's own."""
-        return choose_device(runtime)
 
     def wrap(self, model: nn.Module) -> Forward:
         """What to call in training. Called before the optimiser is made: FSDP2 puts the parameters' parts in their
@@ -89,9 +89,6 @@ class Processes:
         the one in hand; None: as before."""
 
 
-ALONE = Processes()
-
-
 class _Several(Processes):
     """One of several, which torchrun has started."""
 
@@ -99,21 +96,22 @@ class _Several(Processes):
         import torch.distributed as dist
         from torch.distributed.rendezvous import rendezvous
 
-        self.dist, self.own = dist, choose_device(runtime)
-        if self.own.type == "cuda":
+        super().__init__(choose_device(runtime))
+        self.dist = dist
+        if self.device.type == "cuda":
             local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
             require(
                 local < there,
                 f"more processes on this machine than its {there} GPUs: start torchrun with --nproc-per-node {there}",
             )
-            self.own = torch.device("cuda", local)
-            torch.cuda.set_device(self.own)
+            self.device = torch.device("cuda", local)
+            torch.cuda.set_device(self.device)
             for name, value in _FLIGHT_RECORDER.items():
                 os.environ.setdefault(name, value)
         timeout = timedelta(seconds=runtime.parallel.timeout_s)
         try:
             store, self.rank, self.world = next(rendezvous("env://", timeout=timeout))
-            backend = "cpu:gloo,cuda:nccl" if self.own.type == "cuda" else "cpu:gloo"
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "cpu:gloo"
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world, timeout=timeout)
         except (ValueError, RuntimeError) as error:
             text = " ".join(str(error).split())
@@ -124,16 +122,13 @@ class _Several(Processes):
         if not self.is_main:
             logging.getLogger("maelm_fast").setLevel(logging.ERROR)  # the main one says it for all
 
-    def device(self, runtime: RuntimeConfig) -> torch.device:
-        return self.own
-
     def wrap(self, model: nn.Module) -> Forward:
         if self.strategy == "ddp":
             return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh(self.own.type, (self.world,))
+        mesh = init_device_mesh(self.device.type, (self.world,))
         for part in [*(module for module in model.modules() if isinstance(module, Block)), model]:
             fully_shard(part, mesh=mesh, reshard_after_forward=False)
         return model
@@ -158,7 +153,7 @@ class _Several(Processes):
         self.at(before)
 
     def total(self, count: int) -> Tensor:
-        here = torch.tensor(count, pin_memory=self.own.type == "cuda").to(self.own, non_blocking=True)
+        here = torch.tensor(count, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
         return self.sum(here).clamp(min=1)
 
     def sum(self, numbers: Tensor) -> Tensor:
@@ -227,7 +222,7 @@ def processes(runtime: RuntimeConfig) -> Iterator[Processes]:
     A UserError in one process ends all: it is raised in the first one that has one, with its rank, and the others exit
     with status 2 and say nothing. A process that has gone, or that hangs for runtime.parallel.timeout_s, is one too."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield ALONE
+        yield Processes(choose_device(runtime))
         return
     several = _Several(runtime)
     watcher = several.watcher

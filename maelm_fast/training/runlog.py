@@ -17,12 +17,15 @@ _PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal to re
 
 
 class Metrics:
-    """metrics.jsonl: one JSON object a line, each written once and whole."""
+    """metrics.jsonl: one JSON object a line, each written once and whole. Nothing if it is not `on`: of several
+    processes one writes it."""
 
-    def __init__(self, run: RunDir, step: int) -> None:
+    def __init__(self, run: RunDir, step: int, on: bool = True) -> None:
         """Opens the file to go on after `step`: rows beyond it, of updates that a crash undid, and an unfinished last
         line are removed first, so that every update is in the file once."""
-        self._path = run.metrics_file
+        self.on, self._path = on, run.metrics_file
+        if not on:
+            return
         kept = [row for row in run.metrics() if row["step"] <= step]
         with writing(run.metrics_file, "move the run elsewhere"):
             if run.metrics_file.exists():
@@ -40,6 +43,8 @@ class Metrics:
 
     def sync(self) -> None:
         """Before a save, which costs only itself if this fails: OSError."""
+        if not self.on:
+            return
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -47,7 +52,8 @@ class Metrics:
             raise OSError(f"cannot write {self._path}: {error.strerror}") from None
 
     def close(self) -> None:
-        self._file.close()
+        if self.on:
+            self._file.close()
 
 
 class Display:

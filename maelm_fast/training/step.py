@@ -19,7 +19,7 @@ from maelm_fast.batch import PackedBatch
 from maelm_fast.errors import UserError
 from maelm_fast.masking import Masker
 from maelm_fast.model.maelm import MaeLm
-from maelm_fast.training.parallel import ALONE, Forward, Processes, whole
+from maelm_fast.training.parallel import Forward, Processes, whole
 
 
 class Numbers(NamedTuple):
@@ -52,13 +52,14 @@ class TrainStep:
         optimizer: torch.optim.AdamW,
         clip_norm: float,
         precision: str,
-        processes: Processes = ALONE,
+        processes: Processes | None = None,
         forward: Forward | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.parameters = list(model.parameters())
         self.clip_norm, self.precision = clip_norm, precision
-        self.processes, self.forward = processes, forward or model
+        self.processes = processes or Processes(self.parameters[0].device)
+        self.forward = forward or model
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.parameters[0].device.type, torch.bfloat16, enabled=self.precision == "bf16")

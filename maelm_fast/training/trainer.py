@@ -33,7 +33,7 @@ from maelm_fast.training.hardware import device_name
 from maelm_fast.training.live import live_batches, live_ranks
 from maelm_fast.training.loop import Progress, Training
 from maelm_fast.training.optim import build_optimizer, learning_rate
-from maelm_fast.training.parallel import ALONE, Processes
+from maelm_fast.training.parallel import Processes
 from maelm_fast.training.prefetch import on_device
 from maelm_fast.training.rundir import RunDir
 from maelm_fast.training.runlog import Display, Metrics
@@ -69,13 +69,12 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
         train: TokenStore,
         validation: TokenStore,
         vocabulary: Vocabulary,
-        device: torch.device,
+        processes: Processes,
         precision: str,
-        processes: Processes = ALONE,
     ) -> None:
-        self.run, self.config, self.device, self.precision = run, config, device, precision
-        self.processes, self.validation = processes, validation
-        self.model = model.to(device)
+        self.run, self.config, self.processes, self.precision = run, config, processes, precision
+        self.device, self.validation = processes.device, validation
+        self.model = model.to(self.device)
         forward = processes.wrap(self.model)
         self.masker = Masker(config.masking, vocabulary, config.seed, self.model.encoder_sees_mask)
         self.optimizer = build_optimizer(self.model, config.optim)
@@ -92,10 +91,10 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
         self.autocast = step.autocast
         self.step: TrainStep | GraphedStep = step
         if config.runtime.cuda_graph:
-            check_recordable(device, self.masker, train.lengths, processes.world)
+            check_recordable(self.device, self.masker, train.lengths, processes.world)
             self.step = GraphedStep(step)
         self.rank_every, self.rank_batches = config.metrics.rank_every, list[PackedBatch]()
-        if self.rank_every:
+        if self.rank_every and processes.is_main:
             size = config.runtime.micro_batch_size
             self.rank_batches = live_batches(validation, self.masker, size, config.model.hidden_size)
         self.progress: PretrainingProgress = PretrainingProgress()
@@ -105,7 +104,7 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
 
     def resume(self) -> bool:
         """Resumes from the newest whole checkpoint; False if there is none."""
-        path = self.run.last_whole_checkpoint()
+        path = self.processes.from_main(self.run.last_whole_checkpoint)
         if path is None:
             return False
         self.progress = PretrainingProgress(**checkpoint.read_state(path))
@@ -279,7 +278,7 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
 
 @torch.no_grad()
 def evaluate(
-    model: MaeLm, batches: Iterator[PackedBatch], device: torch.device, autocast: Any, processes: Processes = ALONE
+    model: MaeLm, batches: Iterator[PackedBatch], device: torch.device, autocast: Any, processes: Processes
 ) -> dict[str, float]:
     """Loss of the predicted tokens in nats, its exponential, and accuracy, over all batches of all processes."""
     model.eval()
@@ -311,8 +310,8 @@ class _Update(NamedTuple):
 class _Meter:
     """Original tokens per second, and MFU where the device's peak is known, since the last row.
 
-    Original tokens are visible and masked ones, never padding. MFU is model FLOPs (model/flops.py) over the bf16 peak of
-    all devices. Time spent in evaluation and saving does not count."""
+    Original tokens are visible and masked ones, never padding. MFU is model FLOPs (model/flops.py) over the bf16 peak
+    of all devices. Time spent in evaluation and saving does not count."""
 
     def __init__(self, config: RunConfig, device: str, world: int) -> None:
         self.model, self.peak = config.model, (peak_flops(device) or 0.0) * world

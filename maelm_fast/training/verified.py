@@ -18,6 +18,7 @@ from typing import Any
 from maelm_fast.data.token_store import MANIFEST_FILE, REMEDY, Shard, TokenStore, verify_shard
 from maelm_fast.errors import UserError
 from maelm_fast.training.files import write_json
+from maelm_fast.training.parallel import Processes
 
 TELL_BYTES = 1 << 30
 """So much takes long enough to read that it is said."""
@@ -27,9 +28,12 @@ Stamp = tuple[str, int, int, int, int]
 """Of a file: name, size in bytes, when its content and when anything of it was changed (ns), inode."""
 
 
-def verify_data(record: Path, store: TokenStore, say: Callable[[str], None] = print) -> None:
-    """Raises UserError naming what is not as it was. record: the run's verified.json, which is read and written."""
-    known, manifest = _read(record), store.manifest
+def verify_data(record: Path, store: TokenStore, processes: Processes, say: Callable[[str], None] = print) -> None:
+    """Raises UserError naming what is not as it was. record: the run's verified.json, which rank 0 reads and writes.
+
+    Called by every process; each reads its share of the files. What has the same stamp in two of them is the same file;
+    on a machine with a copy of its own that copy is compared too."""
+    known, manifest = processes.from_main(lambda: _read(record)), store.manifest
     recorded: str | None = known.get("manifest")
     if manifest.sha256:
         recorded = None
@@ -39,17 +43,25 @@ def verify_data(record: Path, store: TokenStore, say: Callable[[str], None] = pr
     elif recorded != manifest.checksum:
         raise UserError(f"{store.path / MANIFEST_FILE} was changed since the run was started: {REMEDY}")
     shards = {shard.name: shard for split in manifest.splits.values() for shard in split.shards}
-    stamps = {name: _stamp(store.path / name) for name in shards}
+    seen = processes.everyone([_stamp(store.path / name) for name in shards])
     whole = {tuple(stamp) for stamp in known.get("files", ()) if isinstance(stamp, list)}
-    _verify(store.path, [shards[name] for name, stamp in stamps.items() if stamp not in whole], say)
-    write_json(record, {"manifest": recorded, "files": list(stamps.values())})
+    mine = []
+    for i, stamp in enumerate(sorted({stamp for stamps in seen for stamp in stamps} - whole)):
+        ranks = [rank for rank, stamps in enumerate(seen) if stamp in stamps]
+        if ranks[i % len(ranks)] == processes.rank:
+            mine.append(shards[stamp[0]])
+    _verify(store.path, mine, processes, say)
+    files = sorted({stamp for stamps in processes.everyone(seen[processes.rank]) for stamp in stamps})
+    processes.from_main(lambda: write_json(record, {"manifest": recorded, "files": files}))
 
 
-def _verify(directory: Path, shards: list[Shard], say: Callable[[str], None]) -> None:
+def _verify(directory: Path, shards: list[Shard], processes: Processes, say: Callable[[str], None]) -> None:
     total, done, reported = sum(shard.bytes for shard in shards), 0, time.monotonic()
     if total >= TELL_BYTES:
-        say(f"{directory}: comparing {total / 1e9:.1f} GB with their checksums")
+        share = f"; this is the share of one of {processes.world} processes" if processes.world > 1 else ""
+        say(f"{directory}: comparing {total / 1e9:.1f} GB with their checksums{share}")
     for shard in shards:
+        processes.at(f"comparing {shard.name} with its checksum")
         verify_shard(directory, shard)
         done += shard.bytes
         if time.monotonic() - reported > REPORT_SECONDS:

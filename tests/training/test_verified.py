@@ -15,10 +15,13 @@ from maelm_fast.data.token_store import Shard, TokenStore, verify_shard
 from maelm_fast.errors import UserError
 from maelm_fast.training import verified
 from maelm_fast.training.job import pretrain
+from maelm_fast.training.parallel import Processes
 from maelm_fast.training.verified import verify_data
 from tests.training.test_run import config
 
 SHORT = config(optim={"max_steps": 1, "warmup_steps": 0}, runtime={"eval_samples": 5}, metrics={"rank_every": 0})
+
+ALONE = Processes(SHORT.runtime)
 
 
 @pytest.fixture
@@ -64,11 +67,11 @@ def test_a_shard_is_compared_once_and_again_when_it_was_touched(
             else:
                 (data / name).touch()
         compared.clear()
-        verify_data(record, TokenStore(data))
+        verify_data(record, TokenStore(data), ALONE)
         assert compared == expected
     shutil.copytree(data, tmp_path / "moved")
     compared.clear()
-    verify_data(record, TokenStore(tmp_path / "moved"))
+    verify_data(record, TokenStore(tmp_path / "moved"), ALONE)
     assert compared == both
 
 
@@ -106,20 +109,20 @@ def test_a_manifest_of_before_is_recorded_and_compared_from_then_on(
     edit(data, sha256="")
     record = tmp_path / "verified.json"
     for said in (1, 0):
-        verify_data(record, TokenStore(data))
+        verify_data(record, TokenStore(data), ALONE)
         assert capsys.readouterr().out.count("from now on this run compares it") == said
     edit(data, cased=True)
     with pytest.raises(UserError, match=r"manifest\.json was changed since the run was started"):
-        verify_data(record, TokenStore(data))
+        verify_data(record, TokenStore(data), ALONE)
 
 
 def test_what_takes_long_is_said(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verified, "TELL_BYTES", 1)
     monkeypatch.setattr(verified, "REPORT_SECONDS", -1.0)
     said: list[str] = []
-    verify_data(tmp_path / "verified.json", TokenStore(data), said.append)
+    verify_data(tmp_path / "verified.json", TokenStore(data), ALONE, said.append)
     assert [line.split(": ")[1].split()[0] for line in said] == ["comparing", "compared", "compared"]
-    verify_data(tmp_path / "verified.json", TokenStore(data), said.append)
+    verify_data(tmp_path / "verified.json", TokenStore(data), ALONE, said.append)
     assert len(said) == 3
 
 
