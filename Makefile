@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(SOURCES)
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 ...") if sys.version_info < (3, 11) else 0'
 	$(PYTHON) -m venv .venv
 	$(PIP) torch setuptools pybind11
-	$(PIP) --no-build-isolation --editable ".[hf,lightning,plot,finetune,dev]"
+	$(PIP) --no-build-isolation --editable ".[hf,lightning,finetune,dev]"
 	@touch $(STAMP)
 
 demo: setup

@@ -147,13 +147,28 @@ def to_kwargs(batch: PackedBatch) -> dict[str, Tensor | list[int]]:
 
 def from_kwargs(**kwargs: Any) -> PackedBatch:
     """The batch that `to_kwargs` made a dict of; the lengths may have become tuples on the way. TypeError if a name is
-    missing or is not one of it."""
+    missing or is not one of it, ValueError if a loop cut its tensors, as if each had a row for each sequence."""
     names = (*_TENSOR_NAMES, *(f"{name}_lengths" for name in _LAYOUTS))
     if kwargs.keys() != set(names):
         wrong = sorted(kwargs.keys() ^ set(names))
         raise TypeError(f"not a packed batch, such as to_kwargs and PackedMaskingCollator make: {', '.join(wrong)}")
     tensors, lengths = names[:TENSORS], names[TENSORS:]
-    return PackedBatch.of((kwargs[name] for name in tensors), (tuple(kwargs[name]) for name in lengths))
+    batch = PackedBatch.of((kwargs[name] for name in tensors), (tuple(kwargs[name]) for name in lengths))
+    for name, tensor, size in zip(_TENSOR_NAMES, batch.tensors, tensor_sizes(batch.lengths), strict=True):
+        if tensor.shape != (size,):
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, and its batch's lengths make ({size},): something cut a "
+                "packed batch. With Accelerate or a Trainer set dispatch_batches=False; in the place of DataParallel "
+                "start one process for each device with torchrun"
+            )
+    return batch
+
+
+def tensor_sizes(lengths: Lengths) -> list[int]:
+    """How long each of the tensors of a batch with these lengths is."""
+    visible, original, masked = map(sum, lengths)
+    bounds = len(lengths[0]) + 1
+    return [visible, original, masked, masked, bounds, visible, bounds, original, bounds, masked]
 
 
 _LAYOUTS = ("visible", "decoder", "masked")

@@ -101,15 +101,17 @@ def test_a_wheel_without_extensions_says_what_is_lost(tmp_path: Path) -> None:
     wheel, _ = build_wheel(tmp_path, MAELM_BUILD_EXT="0")
     ops, host, why = install_and_probe(tmp_path, wheel)[0]
     assert (ops, host) == ("False", "False")
-    assert "was not built; reinstall with a C++ compiler" in why
+    assert re.search(r"was not built; to build it: MAELM_BUILD_EXT=\w+ pip install --force-reinstall --no-deps /", why)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tools", [{}, {"CC": "/nonexistent", "CXX": "/nonexistent"}], ids=["PATH", "CXX"])
 def test_auto_without_a_compiler_installs_and_says_so(tmp_path: Path, tools: dict[str, str]) -> None:
     wheel, log = build_wheel(tmp_path, MAELM_BUILD_EXT="auto", PATH="/nonexistent", CUDA_HOME="/nonexistent", **tools)
-    assert 'building extension "maelm_fast._C" failed' in log
-    assert install_and_probe(tmp_path, wheel)[0][:2] == ["False", "False"]
+    assert "maelm_fast._C is left out: there is no C++ compiler" in log
+    ops, host, why = install_and_probe(tmp_path, wheel)[0]
+    assert (ops, host) == ("False", "False")
+    assert "could not be built when this package was installed (there is no C++ compiler" in why
 
 
 @pytest.mark.slow
@@ -177,6 +179,33 @@ def test_auto_goes_on_without_the_part_that_lacks_something(
     result = run(sys.executable, "-c", EXTENSIONS, cwd=tmp_path, MAELM_BUILD_EXT="auto", PYTHONPATH=str(tmp_path))
     assert f"warning: maelm_fast.{left_out} is left out: {remedy}" in result.stdout
     assert result.stdout.endswith(f"builds {built}\n")
+
+
+BACKEND = f"""
+import importlib.util, pathlib, site, sys
+sys.path[:] = [p for p in sys.path if "site-packages" not in p] + [{str(ROOT / "csrc")!r}, "build-requirements"]
+if sys.argv[1:]:
+    site.getsitepackages, site.getusersitepackages = list, lambda: "/nonexistent"
+import build_backend
+needs = build_backend.get_requires_for_build_wheel()
+print("needs", *needs, bool(importlib.util.find_spec("torch")))
+"""
+
+
+def test_an_isolated_build_uses_the_torch_that_is_there_and_asks_for_one_only_if_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "x"\nversion = "1"\n', encoding="utf-8")
+    (tmp_path / "build-requirements").mkdir()
+    for needed in [*Path(SITE).glob("setuptools*"), *Path(SITE).glob("_distutils_hack*")]:
+        (tmp_path / "build-requirements" / needed.name).symlink_to(needed)
+
+    def needs(*argv: str, **env: str) -> str:
+        result = run(sys.executable, "-c", BACKEND, *argv, cwd=tmp_path, **env)
+        return next(line for line in result.stdout.splitlines() if line.startswith("needs"))
+
+    assert needs(CXX="g++") == "needs True"
+    assert needs("without torch", CXX="g++") == "needs torch>=2.11 False"
+    assert needs("without torch", CXX="g++", MAELM_BUILD_EXT="0") == "needs False"
+    assert needs("without torch", CXX="", PATH="/nonexistent") == "needs False"
 
 
 def test_extensions_are_built_whatever_pyproject_says(tmp_path: Path) -> None:

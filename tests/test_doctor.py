@@ -62,10 +62,10 @@ def test_here_all_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_optional_package_that_is_missing_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hide(monkeypatch, matplotlib=None)
+    hide(monkeypatch, scipy=None)
     rows = {row.name: row for row in doctor.package_rows()}
-    assert rows["matplotlib"].state == "note"
-    assert "pip install matplotlib" in rows["matplotlib"].found
+    assert rows["scipy"].state == "note"
+    assert "pip install scipy" in rows["scipy"].found
 
 
 @pytest.mark.parametrize("version", [None, "2.9.1", "2.10.0+cpu"])
@@ -112,7 +112,19 @@ def test_a_backend_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(doctor, "_devices", lambda: ["cpu"])
     row = next(row for row in doctor.backend_rows() if row.name == "add_norm")
     assert row.state == "ok"
-    assert "reference (triton: the tensors are on the CPU" in row.found
+    assert "not triton: the tensors are on the CPU" in row.found
+
+
+def test_the_backend_that_auto_takes_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from maelm_fast.ops import dispatch
+
+    monkeypatch.setattr(doctor, "_devices", lambda: ["cpu"])
+    monkeypatch.setattr(dispatch, "native_reasons", lambda op, *tensors: ["not built here"])
+    monkeypatch.setattr(native, "reasons", {"ops": "not built here"})
+    rows = {row.name: row.found for row in doctor.backend_rows()}
+    assert rows["embed_packed"].startswith("cpu: reference (")
+    assert "not native: the extension is missing, see above" in rows["embed_packed"]
+    assert rows["mask_and_pack"].startswith("cpu: host (")
 
 
 def test_every_op_is_tried() -> None:

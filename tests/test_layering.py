@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "encoders": LEAVES | {"presets", "model", "data", "training", "ops", "export", "text"},
     "analysis": BELOW | {"reporting"},
     "export": LEAVES | {"presets", "model", "data", "training", "ops"},
+    "integrations": BELOW,
     "finetuning": BELOW | {"reporting", "analysis"},
     "paper": BELOW | {"reporting", "analysis", "finetuning"},
     "cli": BELOW | {"reporting", "analysis", "finetuning", "paper"},

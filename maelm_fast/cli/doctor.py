@@ -24,11 +24,12 @@ from maelm_fast.config import require
 
 PYTHON = (3, 11)
 TORCH = (2, 11)
-REQUIRED = "torch numpy pandas pyarrow datasets tokenizers jsonargparse pyyaml rich safetensors filelock".split()
+REQUIRED = [
+    *"torch numpy pandas pyarrow datasets tokenizers transformers safetensors jsonargparse".split(),
+    *"pyyaml rich filelock matplotlib".split(),
+]
 OPTIONAL = {
-    "transformers": "export to Hugging Face and its reload check, 'finetune' and 'paper'",
     "accelerate": "training an exported model with the Hugging Face Trainer",
-    "matplotlib": "'plot', 'rank', 'demo', reports of 'finetune' and 'paper'",
     "scikit-learn": "'finetune' and 'paper': metrics and baselines",
     "scipy": "'finetune' and 'paper': correlations",
 }
@@ -65,7 +66,11 @@ def main(argv: list[str]) -> int:
             sections["import"] = [Row("import", _reason(error), "fail")]
         failed = [row for rows in sections.values() for row in rows if row.state == "fail"]
     show(sections)
-    print(f"not fine: {', '.join(row.name for row in failed)}" if failed else "all required parts are fine")
+    missing = [row.name for rows in sections.values() for row in rows if row.state == "note"]
+    fine = "all required parts are fine" + (
+        f"; see above what is lost without: {', '.join(missing)}" if missing else ""
+    )
+    print(f"not fine: {', '.join(row.name for row in failed)}" if failed else fine)
     return 1 if failed else 0
 
 
@@ -145,25 +150,26 @@ def _why_no_gpu(present: list[str], driver: str | None) -> str:
 
 
 def extension_rows() -> list[Row]:
-    """The compiled code, or what is lost without it."""
+    """The compiled code, or what is lost without it, and the command that builds it."""
     from maelm_fast import native
 
     host = native.host() is not None
     ops = native.ops()
     lost = {
         "host": "masks are drawn and documents packed in PyTorch and NumPy, several times slower",
-        "ops": "the CPU's embedding, LayerNorm, scatter and dropout run in plain PyTorch",
+        "ops": "the CPU's attention, embedding, LayerNorm, scatter and dropout run in plain PyTorch, slower",
     }
     return [
-        Row("host code", "loaded" if host else f"{native.reasons['host']}; {lost['host']}", "ok" if host else "note"),
-        Row("torch ops", "loaded" if ops else f"{native.reasons['ops']}; {lost['ops']}", "ok" if ops else "note"),
+        Row(name, "loaded" if there else f"{native.reasons[part]}; {lost[part]}", "ok" if there else "note")
+        for name, part, there in (("host code", "host", host), ("torch ops", "ops", ops))
     ]
 
 
 def backend_rows() -> list[Row]:
-    """Every backend of every op, tried on every device, forward and backward."""
+    """What runs each op on every device, what else could, tried forward and backward, and why the others cannot."""
     import typing
 
+    from maelm_fast import native
     from maelm_fast.config import BackendConfig
 
     rows = []
@@ -173,11 +179,26 @@ def backend_rows() -> list[Row]:
         found = []
         for device in _devices():
             runs = [name for name in names if tried[name, device] is None]
-            not_here = "; ".join(f"{name}: {tried[name, device]}" for name in names if tried[name, device])
-            found.append(f"{device}: {', '.join(runs) or 'nothing'}" + (f" ({not_here})" if not_here else ""))
+            picked = _picked(op, device)
+            others = [f"also {name}" for name in runs if name != picked]
+            others += [f"not {name}: {tried[name, device]}" for name in names if tried[name, device]]
+            found.append(f"{device}: {picked or 'nothing'}" + (f" ({'; '.join(others)})" if others else ""))
+        shown = "; ".join(found)
+        for reason in native.reasons.values():  # said in full above
+            shown = shown.replace(reason, "the extension is missing, see above")
         anything = any(reason is None for reason in tried.values())
-        rows.append(Row(op, "; ".join(found), "ok" if anything else "fail"))
+        rows.append(Row(op, shown, "ok" if anything else "fail"))
     return rows
+
+
+def _picked(op: str, device: str) -> str | None:
+    """The backend that `auto` takes."""
+    from maelm_fast.ops import dispatch
+
+    if op == "mask_and_pack":  # the loader's, whatever the device
+        return "host"
+    dispatch.picked.pop((op, device.partition(":")[0]), None)
+    return None if _trial(op, "auto", device) else dispatch.picked.get((op, device.partition(":")[0]))
 
 
 def _trial(op: str, backend: str, device: str) -> str | None:

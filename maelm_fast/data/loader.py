@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import math
 import multiprocessing
 import os
 import signal
@@ -59,6 +60,11 @@ class TrainingBatches(Dataset["list[PackedBatch] | list[RaggedBatch]"]):
     def tokens_of(self, micro_batch_size: int) -> int:
         """The most tokens in a micro-batch of that size."""
         return min(micro_batch_size, self.batch_size) * self.store.manifest.seq_len
+
+    def __len__(self) -> int:
+        """Updates that one pass over the store takes, the last of which may run on into the next pass. Item i is there
+        for every i from 0 on: the order has no end."""
+        return math.ceil(len(self.store) / self.batch_size)
 
     def __getitem__(self, update: int) -> list[PackedBatch] | list[RaggedBatch]:
         return self.update(update).micro_batches()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from maelm_fast.batch import TENSORS, Lengths, PackedBatch, RaggedBatch
+from maelm_fast.batch import TENSORS, Lengths, PackedBatch, RaggedBatch, tensor_sizes
 
 ALIGNMENT = 16  # int32 elements: each tensor starts on a cache line, as one of its own would
 
@@ -41,7 +41,7 @@ class PackedUpdate:
     @classmethod
     def of(cls, micro_batches: Sequence[PackedBatch]) -> PackedUpdate:
         lengths = [batch.lengths for batch in micro_batches]
-        row = new_row(sum(size + -size % ALIGNMENT for size in itertools.chain(*map(_sizes, lengths))))
+        row = new_row(sum(size + -size % ALIGNMENT for size in itertools.chain(*map(tensor_sizes, lengths))))
         tensors = itertools.chain(*(batch.tensors for batch in micro_batches))
         for part, tensor in zip(_parts(row, lengths), tensors, strict=True):
             part.copy_(tensor)
@@ -87,15 +87,8 @@ class RaggedUpdate:
 Update = PackedUpdate | RaggedUpdate
 
 
-def _sizes(lengths: Lengths) -> list[int]:
-    """Of each of a PackedBatch's tensors."""
-    visible, original, masked = map(sum, lengths)
-    bounds = len(lengths[0]) + 1
-    return [visible, original, masked, masked, bounds, visible, bounds, original, bounds, masked]
-
-
 def _parts(row: Tensor, lengths: Iterable[Lengths]) -> Sequence[Tensor]:
     """All tensors, views of `row`; one call makes them, and the gaps between them."""
-    sizes = itertools.chain(*map(_sizes, lengths))
+    sizes = itertools.chain(*map(tensor_sizes, lengths))
     parts: Sequence[Tensor] = row.split([n for size in sizes for n in (size, -size % ALIGNMENT)])
     return parts[::2]

@@ -23,6 +23,8 @@ from maelm_fast.ops.registration import native_reason
 Reasons = Callable[[], list[str]]
 log = logging.getLogger(__name__)
 _default = BackendConfig()
+picked: dict[tuple[str, str], str] = {}
+"""(op, kind of device) -> what "auto" took last."""
 _logged: set[tuple[str, str, str]] = set()
 
 
@@ -53,9 +55,11 @@ def pick(op: str, asked: str | None, device: torch.device, able: Mapping[str, Re
         only_named = ("triton", "flex") if device.type != "cuda" else ()  # interpreted, and eager: both very slow
         candidates = [b for b in able if b not in only_named]
         name = next(b for b in candidates if not able[b]())
-        if not torch.compiler.is_compiling() and (op, name, device.type) not in _logged:
-            _logged.add((op, name, device.type))
-            log.info("%s on %s: %s", op, device.type, name)
+        if not torch.compiler.is_compiling():
+            picked[op, device.type] = name
+            if (op, name, device.type) not in _logged:
+                _logged.add((op, name, device.type))
+                log.info("%s on %s: %s", op, device.type, name)
         return name
     if name not in able:
         raise UserError(f"{op}: no backend '{name}'; there are: auto, {', '.join(able)}")

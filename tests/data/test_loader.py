@@ -198,3 +198,11 @@ def test_many_micro_batches_need_few_file_descriptors(store: Path) -> None:
             assert len(update.micro_batches()) == 256
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_data_loader_of_another_trainer_takes_one_pass(store: Path) -> None:
+    loaded = batches(TokenStore.open(store), 100, 10)
+    loader = torch.utils.data.DataLoader(loaded, batch_size=None)
+    updates = list(loader)
+    assert len(loader) == len(updates) == -(-len(loaded.store) // 100)
+    assert_same(updates[-1], loaded[len(updates) - 1])
