@@ -204,6 +204,8 @@ def _banner(run: RunDir, preset: str, config: RunConfig, trainer: Trainer, store
 def _idle(trainer: Trainer) -> str | None:
     """What share of the processes' time would be lost to waiting, if it is much, and what would mend it."""
     batches, size = trainer.batches, trainer.config.runtime.micro_batch_size
+    if batches.world == 1:
+        return None
     idle, better = batches.idle(size), batches.better_size(size)
     if idle < _MUCH_IDLE:
         return None
