@@ -70,7 +70,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's state by the parameters' names, to be saved."""
+    """The optimiser's state by its own and the parameters' names, "exp_avg.head.dense.weight", to be saved."""
     return {
         f"{key}.{name}": whole(value.detach()).contiguous()
         for name, parameter in model.named_parameters()
@@ -79,13 +79,10 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def load_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The inverse of optimizer_tensors."""
-    for name, parameter in model.named_parameters():
-        state = {
-            key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in tensors
-        }
-        if state:  # a run whose every update so far was skipped has none
-            optimizer.state[parameter] = {
-                key: value.to(parameter.device) if key == "step" else part_like(value, parameter)
-                for key, value in state.items()
-            }
+    """The inverse of optimizer_tensors. A run whose every update so far was skipped may have none."""
+    parameters = dict(model.named_parameters())
+    for full_name, value in tensors.items():
+        key, _, name = full_name.partition(".")
+        parameter = parameters[name]
+        alike = value.shape == parameter.shape
+        optimizer.state[parameter][key] = part_like(value, parameter) if alike else value.to(parameter.device)
