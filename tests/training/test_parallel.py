@@ -58,7 +58,7 @@ def test_ranks_read_and_mask_each_their_own_micro_batches(
     monkeypatch.setattr(TokenStore, "read", lambda self, ids: tokens.extend(ids.tolist()) or read(self, ids))
     rounds, found = -(-len(whole) // world), {}
     for rank in range(world):
-        share = TrainingBatches(store, MASKER, 12, micro, device_masks, rank, world)[1]
+        share = TrainingBatches(store, MASKER, 12, micro, device_masks, rank=rank, world=world)[1]
         assert len(share) == rounds
         for i, batch in enumerate(share):
             if not isinstance(batch, PackedBatch):
@@ -244,7 +244,7 @@ def test_three_processes_compute_what_one_does(store: Path, document_store: Path
     for there in plan[:2]:
         assert_alike(Path(there["out"]), by_one(there, Path(there["out"] + "_alone")))
     assert [row["skipped"] for row in rows(tmp_path / "ddp") if row["kind"] == "train"] == [0, 0, 1, 1, 1]
-    assert not RunDir(tmp_path / "ddp").heartbeats.exists()
+    assert not RunDir(tmp_path / "fsdp").heartbeats.exists()
 
 
 def test_a_process_that_raises_says_so_once_and_ends_all(store: Path, tmp_path: Path) -> None:
