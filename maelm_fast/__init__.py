@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 __all__ = [
     "MaeLm",
     "MaeLmForPreTraining",
+    "MaskedTokenDataset",
     "PackedMaskingCollator",
     "TokenStore",
     "load",
@@ -23,7 +24,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run the functio
     from maelm_fast import ops, presets
     from maelm_fast.data.token_store import TokenStore
     from maelm_fast.encoders import load_encoder as load
-    from maelm_fast.integrations.transformers.collator import PackedMaskingCollator
+    from maelm_fast.integrations.transformers.collator import MaskedTokenDataset, PackedMaskingCollator
     from maelm_fast.integrations.transformers.modeling import MaeLmForPreTraining
     from maelm_fast.model.maelm import MaeLm
     from maelm_fast.training.job import pretrain
@@ -31,6 +32,7 @@ else:
     _WHERE = {
         "MaeLm": "model.maelm:MaeLm",
         "MaeLmForPreTraining": "integrations.transformers.modeling:MaeLmForPreTraining",
+        "MaskedTokenDataset": "integrations.transformers.collator:MaskedTokenDataset",
         "PackedMaskingCollator": "integrations.transformers.collator:PackedMaskingCollator",
         "TokenStore": "data.token_store:TokenStore",
         "load": "encoders:load_encoder",
