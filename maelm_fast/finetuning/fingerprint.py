@@ -12,6 +12,7 @@ from maelm_fast.data.files import checksum_of_given
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, SpanExamples, TaskData
+from maelm_fast.training.checkpoint import model_checksum
 from maelm_fast.training.rundir import RunDir
 
 NOT_DECIDING = ("device", "precision", "micro_batch_tokens")
@@ -96,6 +97,6 @@ def data_fingerprint(data: TaskData) -> str:
 def _model_checksum(checkpoint: Path) -> str:
     """As written down when the checkpoint was; whoever loads it compares."""
     try:
-        return str(json.loads((checkpoint / "checksums.json").read_text(encoding="utf-8"))["model.safetensors"])
-    except (OSError, ValueError, KeyError):
+        return model_checksum(checkpoint)
+    except (OSError, ValueError):
         raise UserError(f"{checkpoint}: damaged: checksums.json cannot be read; choose another step") from None
