@@ -18,7 +18,7 @@ import json
 import logging
 import shutil
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,7 +44,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class Checkpoints:
@@ -205,7 +204,7 @@ def consolidate(path: Path, out: Path) -> None:
     shares = _Shares(path)
     tensors = {name: torch.empty(shape, dtype=shares.dtypes[name]) for name, shape in shares.shapes.items()}
     shares.read_into(tensors)
-    moments = {name: tensor for name, tensor in tensors.items() if name.split(".")[0] in _MOMENTS}
+    moments = {name: tensor for name, tensor in tensors.items() if name.partition(".")[2] in tensors}
     weights = {name: tensor for name, tensor in tensors.items() if name not in moments}
 
     def fill(aside: Path) -> None:
@@ -251,7 +250,7 @@ class _Shares:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's state by the parameters' names, to be saved."""
+    """The optimiser's state by its own and the parameters' names, "exp_avg.head.dense.weight", to be saved."""
     return {
         f"{key}.{name}": value.detach()
         for name, parameter in model.named_parameters()
@@ -259,16 +258,16 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     }
 
 
-def _moments(found: Collection[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimiser's tensors to be read: those of a run whose every update so far was skipped are not there."""
-    for name, parameter in model.named_parameters():
-        state: dict[str, Tensor] = {}
-        for key in _MOMENTS:
-            if f"{key}.{name}" in found:
-                count = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                state[key] = count if key == "step" else torch.zeros_like(parameter)
-        if state:
-            optimizer.state[parameter] = state
+def _moments(shapes: dict[str, torch.Size], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The inverse of optimizer_tensors, but for the values, which are to be read. A run whose every update so far was
+    skipped may have none."""
+    parameters = dict(model.named_parameters())
+    for full_name, shape in shapes.items():
+        key, _, name = full_name.partition(".")
+        if name in parameters:
+            like = parameters[name]
+            count = torch.zeros((), dtype=torch.float32, device=like.device)
+            optimizer.state[like][key] = torch.zeros_like(like) if shape else count
     return optimizer_tensors(model, optimizer)
 
 
