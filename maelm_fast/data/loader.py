@@ -14,7 +14,7 @@ import math
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -48,13 +48,15 @@ class TrainingBatches(Dataset["list[PackedBatch] | list[RaggedBatch]"]):
         batch_size: int,
         micro_batch_size: int,
         mask_on_device: bool = False,
+        rate: Callable[[int], float] | None = None,
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        """The masker's seed is also the order's. Of each update, which is the same for all, the item holds the
-        micro-batches rank, rank + world, ...; empty ones are added where other ranks have one more."""
+        """The masker's seed is also the order's. rate: of an update, the share of the tokens to mask; None: the
+        masker's. Of each update, which is the same for all, the item holds the micro-batches rank, rank + world, ...;
+        empty ones are added where other ranks have one more."""
         self.store, self.masker, self.batch_size, self.mask_on_device = store, masker, batch_size, mask_on_device
-        self.rank, self.world = rank, world
+        self.rate, self.rank, self.world = rate, rank, world
         self.micro_batch_tokens = self.tokens_of(micro_batch_size)
 
     def tokens_of(self, micro_batch_size: int) -> int:
@@ -75,10 +77,11 @@ class TrainingBatches(Dataset["list[PackedBatch] | list[RaggedBatch]"]):
         order, counts = self.share(*self.placed(lengths))
         samples, epochs = samples[order], epochs[order]
         batch = RaggedBatch(torch.from_numpy(self.store.read(samples)), lengths[order], samples, epochs)
+        masker = self.masker if self.rate is None else self.masker.at_rate(self.rate(update))
         if self.mask_on_device:
-            check_ids(batch.ids, self.masker.vocabulary)
-            return RaggedUpdate.of(batch, counts)
-        return pack_update(batch, counts, self.masker)
+            check_ids(batch.ids, masker.vocabulary)
+            return RaggedUpdate.of(batch, counts, masker)
+        return pack_update(batch, counts, masker)
 
     def placed(
         self, lengths: NDArray[np.int64], micro_batch_tokens: int | None = None

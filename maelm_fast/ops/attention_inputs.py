@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from maelm_fast.batch import Layout
@@ -43,11 +44,15 @@ class AttentionLayout(_Keeper):
 class PositionBias(_Keeper):
     """A bias by distance. line: (heads, 2R+1), what is added to the scaled logits at each distance key - query from -R
     to R; beyond them, what stands at the nearer end. -inf excludes a pair. positions: one above the largest position;
-    R+1 unless told. Make one per forward pass and share it among layers."""
+    R+1 unless told. Make one per forward pass and share it among layers.
+
+    bounded: both ends of the line are -inf in every head, so that kernels may leave out what lies beyond them; within()
+    makes such a bias."""
 
     def __init__(self, line: Tensor, positions: int | None = None) -> None:
         super().__init__()
         self.line = line
+        self.bounded = False
         self.reach = line.shape[1] // 2
         self.positions = self.reach + 1 if positions is None else positions
         if line.dim() != 2 or line.shape[1] % 2 == 0 or self.reach >= self.positions:
@@ -55,6 +60,26 @@ class PositionBias(_Keeper):
                 f"PositionBias: the line must be (heads, 2R+1) with R < {self.positions} positions; "
                 f"it is {tuple(line.shape)}"
             )
+
+    def within(self, before: int | None, after: int | None) -> PositionBias:
+        """This bias, and -inf for keys that lie more than `before` positions before a query or more than `after` behind
+        it; None is no limit. Differentiable in the line. Attention in a sliding window that reaches w to either side:
+        PositionBias(torch.zeros(heads, 1)).within(w, w)."""
+        limits = [limit for limit in (before, after) if limit is not None]
+        if any(limit < 0 for limit in limits):
+            raise UserError(f"PositionBias: a window must reach 0 or more positions, not {min(limits)}")
+        bounded = len(limits) == 2
+        reach = max([limit + 1 for limit in limits] + ([] if bounded else [self.reach]))
+        distance = torch.arange(-reach, reach + 1, device=self.line.device)
+        outside = torch.zeros_like(distance, dtype=torch.bool)
+        if before is not None:
+            outside |= distance < -before
+        if after is not None:
+            outside |= distance > after
+        line = self.line[:, distance.clamp(-self.reach, self.reach) + self.reach]
+        window = PositionBias(line.masked_fill(outside, float("-inf")), max(self.positions, reach + 1))
+        window.bounded = bounded
+        return window
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from maelm_fast.ops.attention_inputs import AttentionLayout
 class PaddedLayout(AttentionLayout):
     """The layout of a padded batch's kept tokens, packed; attention() takes it as it is.
 
-    shape: (B, L). rows: (T,) int64, where each token lies in the flattened batch, ascending; None if nothing is padding.
+    shape: (B, L). rows: (T,) int64, where each token lies in the flattened batch, ascending; None without padding.
     A token's position is its column, so padding leaves gaps and a row may begin above 0."""
 
     def __init__(self, tokens: Layout, shape: tuple[int, int], rows: Tensor | None) -> None:

@@ -266,8 +266,8 @@ def _moments(shapes: dict[str, torch.Size], model: nn.Module, optimizer: torch.o
         key, _, name = full_name.partition(".")
         if name in parameters:
             like = parameters[name]
-            count = torch.zeros((), dtype=torch.float32, device=like.device)
-            optimizer.state[like][key] = torch.zeros_like(like) if shape else count
+            alike = shape == like.shape
+            optimizer.state[like][key] = torch.zeros_like(like) if alike else torch.zeros(shape, device=like.device)
     return optimizer_tensors(model, optimizer)
 
 

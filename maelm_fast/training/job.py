@@ -21,6 +21,7 @@ from maelm_fast.errors import UserError
 from maelm_fast.training.files import write_json, write_text
 from maelm_fast.training.hardware import choose_precision, device_name, environment
 from maelm_fast.training.initial import Initial, adapt, load_initial
+from maelm_fast.training.optim import describe
 from maelm_fast.training.parallel import processes
 from maelm_fast.training.rundir import RunDir, RunRecord, vocabulary_of
 from maelm_fast.training.trainer import Trainer, build_model
@@ -197,13 +198,16 @@ def _banner(run: RunDir, preset: str, config: RunConfig, trainer: Trainer, store
         f"{preset}: {parameters:,} parameters, {config.model.vocab_size:,} tokens in the vocabulary, on {device} in "
         f"{precision}\n{Path(store.path)}: {samples:,} training samples of up to {store.manifest.seq_len} tokens; "
         f"{config.optim.max_steps:,} updates of {config.optim.batch_size:,} are {updates / samples:.2f} epochs\n"
-        f"run: {run.path}"
+        + (f"{describe(trainer.optimizer)}\n" if config.optim.name == "muon" else "")
+        + f"run: {run.path}"
     )
 
 
 def _idle(trainer: Trainer) -> str | None:
     """What share of the processes' time would be lost to waiting, if it is much, and what would mend it."""
     batches, size = trainer.batches, trainer.config.runtime.micro_batch_size
+    if batches.world == 1:
+        return None
     idle, better = batches.idle(size), batches.better_size(size)
     if idle < _MUCH_IDLE:
         return None
