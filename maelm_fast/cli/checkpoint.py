@@ -20,12 +20,22 @@ COMMANDS = {
     "consolidate": "one of several processes as one process would have written it",
     "prune": "remove all but the newest whole ones",
 }
-EXAMPLES = {
-    "list": "\n    maelm-fast checkpoint list runs/base\n",
-    "verify": "\n    maelm-fast checkpoint verify runs/base\n",
-    "consolidate": "\n    maelm-fast checkpoint consolidate runs/base --step 50000 --out base-50000\n",
-    "prune": "\n    maelm-fast checkpoint prune runs/base --keep 1\n",
-}
+LIST_EXAMPLES = """
+    maelm-fast checkpoint list runs/base
+    maelm-fast checkpoint list ~/runs/tiny
+"""
+VERIFY_EXAMPLES = """
+    maelm-fast checkpoint verify runs/base
+    maelm-fast checkpoint verify ~/runs/tiny
+"""
+CONSOLIDATE_EXAMPLES = """
+    maelm-fast checkpoint consolidate runs/base
+    maelm-fast checkpoint consolidate runs/base --step 50000 --out base-50000
+"""
+PRUNE_EXAMPLES = """
+    maelm-fast checkpoint prune runs/base
+    maelm-fast checkpoint prune runs/base --keep 3
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +92,7 @@ def _run(path: Path) -> RunDir:
 
 
 def _list(argv: list[str]) -> int:
-    options: ListOptions = parse("checkpoint list", argv, ListOptions, examples=EXAMPLES["list"])
+    options: ListOptions = parse("checkpoint list", argv, ListOptions, examples=LIST_EXAMPLES)
     run = _run(options.run)
     print(f"{'step':>12}  {'MB':>10}  written by")
     for step in run.steps():
@@ -96,7 +106,7 @@ def _list(argv: list[str]) -> int:
 def _verify(argv: list[str]) -> int:
     from maelm_fast.training.files import damage
 
-    options: VerifyOptions = parse("checkpoint verify", argv, VerifyOptions, examples=EXAMPLES["verify"])
+    options: VerifyOptions = parse("checkpoint verify", argv, VerifyOptions, examples=VERIFY_EXAMPLES)
     run = _run(options.run)
     faults = {step: damage(run.checkpoint(step)) for step in run.steps()}
     for step, fault in faults.items():
@@ -113,7 +123,7 @@ def _consolidate(argv: list[str]) -> int:
     from maelm_fast.training.checkpoint import MODEL, consolidate
 
     options: ConsolidateOptions = parse(
-        "checkpoint consolidate", argv, ConsolidateOptions, examples=EXAMPLES["consolidate"]
+        "checkpoint consolidate", argv, ConsolidateOptions, examples=CONSOLIDATE_EXAMPLES
     )
     run = _run(options.run)
     place = run.whole_checkpoint(options.step)
@@ -130,7 +140,7 @@ def _prune(argv: list[str]) -> int:
     from maelm_fast.training.files import damage
     from maelm_fast.work import lock
 
-    options: PruneOptions = parse("checkpoint prune", argv, PruneOptions, examples=EXAMPLES["prune"])
+    options: PruneOptions = parse("checkpoint prune", argv, PruneOptions, examples=PRUNE_EXAMPLES)
     require(options.keep >= 1, f"--keep must be at least 1, not {options.keep}")
     run = _run(options.run)
     with lock(run.path / ".lock", remove=True) as ours:
