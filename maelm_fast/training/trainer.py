@@ -147,8 +147,9 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
     def _stop(self) -> signal.Signals | bool | None:
         """The same in all processes: of several, the wish of one is known to all when they have read the numbers of the
         update in which it had it."""
-        alone = self.processes.world == 1
-        return self.signals() if alone or not self._somebody_stops else self.signals() or True
+        if self.processes.world == 1:
+            return self.signals()
+        return (self.signals() or True) if self._somebody_stops else None
 
     def updates(self) -> Iterator[list[PackedBatch]]:
         pin = self.device.type == "cuda"

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
 from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.maelm import MaeLm
+from maelm_fast.training import heartbeat
 from maelm_fast.training.heartbeat import Watch
 from maelm_fast.training.parallel import Processes
 from maelm_fast.training.rundir import RunDir
@@ -58,7 +58,7 @@ def test_ranks_read_and_mask_each_their_own_micro_batches(
     monkeypatch.setattr(TokenStore, "read", lambda self, ids: tokens.extend(ids.tolist()) or read(self, ids))
     rounds, found = -(-len(whole) // world), {}
     for rank in range(world):
-        share = TrainingBatches(store, MASKER, 12, micro, device_masks, rank, world)[1]
+        share = TrainingBatches(store, MASKER, 12, micro, device_masks, rank=rank, world=world)[1]
         assert len(share) == rounds
         for i, batch in enumerate(share):
             if not isinstance(batch, PackedBatch):
@@ -123,39 +123,63 @@ class Flags:
         return set(keys) <= self.values.keys()
 
 
+class Clock:
+    """In the place of the module `time`: while one sleeps, the threads of those that live write their heartbeats."""
+
+    def __init__(self) -> None:
+        self.now, self.living = 1000.0, list[Watch]()
+
+    def time(self) -> float:
+        return self.now
+
+    monotonic = time
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for watch in self.living:
+            watch._beat()
+
+
 @pytest.fixture
-def watches(tmp_path: Path) -> Iterator[list[Watch]]:
-    """Of four processes that have come as far as step 7, where each writes its heartbeat."""
-    flags, made = Flags(), []
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(heartbeat, "time", made)
+    return made
+
+
+@pytest.fixture
+def watches(clock: Clock, tmp_path: Path) -> list[Watch]:
+    """Of four processes that have come as far as step 7."""
+    flags = Flags()
     for rank in range(4):
-        made.append(Watch(rank, 4, flags, timeout_s=HANG))
-        made[-1].interval, made[-1].directory = 0.02, tmp_path
-        made[-1].at("waiting for data", 7)
-        made[-1].start()
-    yield made
-    for watch in made:
-        watch.end()
-        watch.join()
+        watch = Watch(rank, 4, flags, timeout_s=100.0)
+        watch.directory = tmp_path
+        watch.at("waiting for data", 7)
+        clock.living.append(watch)
+    return list(clock.living)
 
 
-def test_who_is_behind_is_named(watches: list[Watch]) -> None:
+def test_who_is_behind_is_named(watches: list[Watch], clock: Clock) -> None:
+    clock.sleep(80)
     for watch in (watches[0], watches[1], watches[3]):
         watch.at("computing")
         watch.at("computing")  # the same phase again is none
-    assert re.fullmatch("rank 2: last seen at step 7, waiting for data, 0 s ago", watches[0].missing() or "")
+    assert watches[0].missing() == "rank 2: last seen at step 7, waiting for data, 95 s ago"
     watches[2].at("computing")
     watches[2].at("waiting for data", 8)
     assert (watches[3].missing() or "").count("last seen at step 7, computing") == 3
 
 
-def test_who_is_dead_is_named_wherever_it_was(watches: list[Watch]) -> None:
+def test_who_is_dead_is_named_wherever_it_was(watches: list[Watch], clock: Clock) -> None:
     watches[1].at("computing")  # further than the others
-    time.sleep(0.1)
-    watches[1].end()
-    watches[1].join()
-    watches[1]._beat()
-    time.sleep(0.1)
-    assert (watches[0].missing() or "").startswith("rank 1: last seen at step 7, computing")
+    clock.sleep(1)
+    clock.living.remove(watches[1])
+    assert watches[0].missing() == "rank 1: last seen at step 7, computing, 16 s ago"
+
+
+def test_who_was_never_seen_is_named(watches: list[Watch], clock: Clock) -> None:
+    clock.living.remove(watches[3])
+    assert watches[0].missing() == "rank 3: never seen"
 
 
 def test_one_of_them_says_it(watches: list[Watch]) -> None:
@@ -244,7 +268,7 @@ def test_three_processes_compute_what_one_does(store: Path, document_store: Path
     for there in plan[:2]:
         assert_alike(Path(there["out"]), by_one(there, Path(there["out"] + "_alone")))
     assert [row["skipped"] for row in rows(tmp_path / "ddp") if row["kind"] == "train"] == [0, 0, 1, 1, 1]
-    assert not RunDir(tmp_path / "ddp").heartbeats.exists()
+    assert not RunDir(tmp_path / "fsdp").heartbeats.exists()
 
 
 def test_a_process_that_raises_says_so_once_and_ends_all(store: Path, tmp_path: Path) -> None:
