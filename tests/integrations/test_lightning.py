@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,13 @@ def test_gradients_are_clipped(precision: str, store: Path, tmp_path: Path) -> N
         of = module(store)
         trainer(tmp_path, max_steps=1, gradient_clip_val=0.25).fit(of, MaeLmDataModule(store, config(8)))
         assert of.clipped == pytest.approx(0.25, rel=1e-3)
+
+
+def test_muon_trains(document_store: Path, tmp_path: Path) -> None:
+    of = module(document_store)
+    of.optim = replace(of.optim, name="muon")
+    before = {name: parameter.detach().clone() for name, parameter in of.named_parameters()}
+    trainer(tmp_path).fit(of, MaeLmDataModule(document_store, config(8)))
+    changed = [name for name, parameter in of.named_parameters() if not torch.equal(parameter, before[name])]
+    assert any(name.endswith("qkv.weight") for name in changed)
+    assert any(name.endswith("token_table") for name in changed)
