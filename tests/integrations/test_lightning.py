@@ -18,6 +18,7 @@ from maelm_fast.data.loader import validation_batches
 from maelm_fast.errors import UserError
 from maelm_fast.integrations.lightning import MaeLmDataModule, MaeLmModule
 from maelm_fast.integrations.transformers.collator import MaskedTokenDataset
+from maelm_fast.training.parallel import Processes
 from maelm_fast.training.trainer import evaluate
 
 STEPS = 6
@@ -83,7 +84,8 @@ def test_validation_is_ours(document_store: Path, tmp_path: Path) -> None:
     data, of = MaeLmDataModule(document_store, config(8)), module(document_store)
     (result,) = trainer(tmp_path).validate(of, data, verbose=False)
     batches = validation_batches(data.validation, data.collator.masker, 8, 16)
-    ours = evaluate(of.model.maelm, batches, torch.device("cpu"), lambda: torch.autocast("cpu", enabled=False))
+    cpu = torch.device("cpu")
+    ours = evaluate(of.model.maelm, batches, cpu, lambda: torch.autocast("cpu", enabled=False), Processes(cpu))
     assert result["val_loss"] == pytest.approx(ours["val_loss"], abs=1e-6)
 
 
