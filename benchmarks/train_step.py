@@ -31,7 +31,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
@@ -42,7 +42,6 @@ import numpy as np
 import torch
 import torch._dynamo.utils
 
-from benchmarks.classes import CLASSES
 from benchmarks.contestants import (
     ACCUMULATED,
     GRAPH,
@@ -57,7 +56,8 @@ from benchmarks.contestants import (
 )
 from benchmarks.gates import gate
 from benchmarks.measure import Apart, alone, append_rows, environment, quartiles, reason, release, resident_bytes
-from benchmarks.rows import COMPILED, PHASES
+from benchmarks.report_step import case_tables
+from benchmarks.rows import COMPILED, PHASES, Case, Row
 from benchmarks.shares import shares
 from maelm_fast import native, presets
 from maelm_fast.config import MaskingConfig, RuntimeConfig, require
@@ -352,53 +352,15 @@ def transformers_version() -> str | None:
         return None
 
 
-def spread(value: dict[str, float] | None, form: str) -> str:
-    return "-" if value is None else f"{value['median']:{form}} [{value['q1']:{form}}, {value['q3']:{form}}]"
-
-
-def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Speeds, beside Hugging Face's model if it ran, else beside the first that did; then parts and classes."""
-    ran = [row for row in rows if row["skipped"] is None]
-    if ran:
-        over = "hf" if any(row["model"] == "hf" for row in ran) else ran[0]["model"]
-        head = (
-            "tokens/s",
-            f"over {over}",
-            "in CPU time",
-            "TFLOP/s",
-            "MFU",
-            "peak MB",
-            "J/Mtoken",
-            "graphs",
-            "recompiles",
-            "loss",
-        )
-        widths = (28, 22, 20, 9, 7, 9, 10, 7, 11, 10)
-        yield _line("", zip(head, widths, strict=True))
-        for row in ran:
-            cells = [
-                spread(row["tokens_per_s"], ".1f"),
-                spread(row["ratios"].get(over), ".2f"),
-                spread((row["cpu_ratios"] or {}).get(over), ".2f"),
-                f"{row['tflop_per_s']:.3f}",
-                *(row[name] for name in ("mfu", "peak_memory_mb", "joules_per_mtoken", "graphs", "recompiles")),
-                f"{row['first_loss']:.5f}",
-            ]
-            yield _line(row["model"], zip(cells, widths, strict=True))
-        yield _line("ms of a step; share", ((name, 11) for name in (*PHASES, *CLASSES)))
-        for row in ran:
-            cells = [f"{row['seconds'][name] * 1000:.2f}" if row["seconds"] else "-" for name in PHASES]
-            cells += [f"{row['kernels'][name]:.1%}" for name in CLASSES] if row["kernels"] else []
-            yield _line(row["model"], ((cell, 11) for cell in cells))
-        for row in ran:
-            if row["other"]:
-                most = ", ".join(f"{name} {share:.1%}" for name, share in row["other"].items())
-                yield f"  {row['model']}, most of other: {most}"
-    yield from (f"  skipped: {row['model']}: {row['skipped']}" for row in rows if row["skipped"] is not None)
-
-
-def _line(name: str, cells: Iterable[tuple[Any, int]]) -> str:
-    return f"  {name:24}" + "".join(f"{'-' if value is None else value:>{width}}" for value, width in cells)
+def shown(rows: Sequence[Row]) -> Iterator[str]:
+    """The report's tables of these rows, and what it leaves out."""
+    yield from (table.text() for table in case_tables(Case({row["model"]: row for row in rows})))
+    for row in rows:
+        if row["skipped"] is not None:
+            continue
+        loss = f"{row['model']}: loss {row['first_loss']:.5f}, p50 {row['step_ms']['p50']:,.1f} ms"
+        most = [f"{name} {share:.1%}" for name, share in (row["other"] or {}).items()]
+        yield ", ".join([loss, *(["most of other: " + ", ".join(most)] if most else [])])
 
 
 def label(settings: Settings) -> str:
@@ -532,7 +494,7 @@ def run(options: argparse.Namespace) -> int:
             if options.out:
                 append_rows(options.out, [row])
             rows[row["model"]] = row
-        print("\n".join(table(list(rows.values()))), flush=True)
+        print("\n".join(shown(list(rows.values()))), flush=True)
         wrong = wrong or any(is_wrong(row) for row in rows.values())
     apart.close()
     return 1 if wrong else 0

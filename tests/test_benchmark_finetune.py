@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from benchmarks import finetune, report, rows
+from benchmarks import finetune, report_ops, report_step, rows
 from maelm_fast.export.huggingface import export
 from tests.finetuning import small
 
@@ -54,9 +54,9 @@ def test_rows_and_table(model: Path, data: Path, tmp_path: Path, capsys: pytest.
         assert all(0.0 <= value <= 100.0 for value in row["results"])
     ratio = found[0]["ratios"]["hf"]
     assert ratio["q1"] <= ratio["median"] <= ratio["q3"]
-    (table,) = report.finetune_tables(found)
-    assert [cells[0] for cells in table.rows] == list(report.TRAINERS.values())
-    assert table.rows[1][2] == report.spread(ratio)
+    (table,) = report_ops.finetune_tables(found)
+    assert [cells[0] for cells in table.rows] == list(report_ops.TRAINERS.values())
+    assert table.rows[1][2] == report_step.spread(ratio)
     assert "round 2: hf_grouped" in capsys.readouterr().out
 
 

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import accumulation, patch, report, rows
+from benchmarks import accumulation, patch, report_ops, report_step, rows
 from benchmarks.measure import Failed
 from maelm_fast import ops
 from tests.conftest import generated_text
@@ -32,14 +32,14 @@ def test_rows_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         rows.check(row, rows.OTHERS["patch"], "here")
         assert 0 < row["padding"] < 1
         assert row["gate"]["patched"] == pytest.approx(row["gate"]["sdpa"], rel=1e-5)
-    (table,) = report.patch_tables(found)
+    (table,) = report_ops.patch_tables(found)
     assert [cells[1] for cells in table.rows] == [
         "patched",
         "attention `maelm` by name alone",
-        report.PATCHED["sdpa"],
+        report_ops.PATCHED["sdpa"],
     ] * 2
     ratio = found[0]["ratios"]["sdpa"]
-    assert table.rows[2][3] == report.spread(ratio)
+    assert table.rows[2][3] == report_step.spread(ratio)
     assert table.rows[0][-1] == f"over the faster stock >= 3: {'met' if ratio['median'] >= 3 else 'not met'}"
     assert "paragraphs: 4 of " in capsys.readouterr().out
 
@@ -50,10 +50,10 @@ def test_the_faster_stock_attention_is_the_yardstick() -> None:
     numbers = dict.fromkeys(("threads", "load", "layers", "hidden_size", "vocab", "dropout", "batch", "rounds"), 1)
     row = {**shared, **numbers, "date": "2026-01-01T00:00:00+00:00", "mean_length": 70.0, "padding": 0.7}
     row |= {"mix": "paragraphs", "tokens_per_s": quartiles["sdpa"], "ratios": quartiles, "cpu_ratios": None}
-    (table,) = report.patch_tables([row])
+    (table,) = report_ops.patch_tables([row])
     assert table.rows[0][-1] == "over the faster stock >= 3: not met"
     row["ratios"]["eager"]["median"] = 3.1
-    (table,) = report.patch_tables([row])
+    (table,) = report_ops.patch_tables([row])
     assert table.rows[0][-1] == "over the faster stock >= 3: met"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench_ops, report, rows
+from benchmarks import bench_ops, report, report_step, rows
 from benchmarks.classes import CLASSES
 from benchmarks.goals import GOALS
 
@@ -138,7 +138,7 @@ def test_older_format_and_unknown_files_are_named(root: Path, capsys: pytest.Cap
     put(root, [{"x": 1}], "other.jsonl")
     assert report.main(["--root", str(root)]) == 0
     out, err = capsys.readouterr()
-    assert report.NO_GPU in out
+    assert report_step.NO_GPU in out
     assert "train_step_cpu.jsonl: 3 rows of an older format ignored" in err
     assert "other.jsonl: not used" in err
 
@@ -173,7 +173,7 @@ def test_the_command_under_a_table_is_one_that_train_step_takes() -> None:
     train_step = pytest.importorskip("benchmarks.train_step")
     for changes in ({}, {"dropout": 0.0, "bias": "none", "rate": 0.4, "lengths": "documents"}):
         case = rows.Case({row["model"]: row for row in contestants(SPEEDS, **changes)})
-        words = shlex.split(report.command(case))
+        words = shlex.split(report_step.command(case))
         assert words[:3] == ["python", "-m", "benchmarks.train_step"]
         options = train_step.parser_of().parse_args(words[3:])
         names = train_step.names_of(options)
@@ -323,7 +323,7 @@ def test_a_projection_is_called_one_and_is_a_range(root: Path, capsys: pytest.Ca
     assert out.count("400 to 350") == 3
     assert "products at 0.65 to 0.75 of the peak" in out
     assert ">=" not in out  # no goal is met by arithmetic
-    assert report.NO_GPU in out
+    assert report_step.NO_GPU in out
 
 
 def test_write_replaces_the_regions_that_have_rows_and_nothing_else(
@@ -335,7 +335,7 @@ def test_write_replaces_the_regions_that_have_rows_and_nothing_else(
     assert printed(root, capsys, "--write") == "README.md: written\nbenchmarks/README.md: written\n"
     top, all_tables = (root / "README.md").read_text(), (root / "benchmarks" / "README.md").read_text()
     assert top.startswith("# Title\n\nbefore headline\n<!-- results:headline -->\n\n| one training step")
-    assert top.endswith(f"<sub>{report.NO_GPU}</sub>\n\n<!-- /results -->\nafter\n")
+    assert top.endswith(f"<sub>{report_step.NO_GPU}</sub>\n\n<!-- /results -->\nafter\n")
     assert "| `base` (MAE-LM) | 190 [184, 198] | **1.90x** [1.84, 1.98] | 3.8 GB | 1.22 [1.18, 1.26] |" in top
     assert "| Hugging Face `RobertaForMaskedLM`, no relative bias | 100 [97, 104] | 1 | 3.8 GB | - |" in top
     assert "by hand" not in top
@@ -367,7 +367,7 @@ def test_a_gpu_gets_its_own_table(root: Path) -> None:
     top = (root / "README.md").read_text()
     assert top.index(f"sequences of 512, {H200}") < top.index("sequences of 512, AMD EPYC")
     assert "| 612,345 [593,975, 636,839] |" in top
-    assert report.NO_GPU not in top + (root / "benchmarks" / "README.md").read_text()
+    assert report_step.NO_GPU not in top + (root / "benchmarks" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
