@@ -25,7 +25,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from maelm_fast.config import ModelConfig, require
-from maelm_fast.data.tokenizer import PAD, special_ids, special_names
+from maelm_fast.data.tokenizer import PAD, special_ids, special_names, with_mask_in_text
 from maelm_fast.errors import UserError
 from maelm_fast.export.compare import Differences, compare_model, compare_tokenizer
 from maelm_fast.export.mapping import own_encoder_state, own_fields, own_holds_all, own_state, stock_fields, stock_state
@@ -170,10 +170,11 @@ def _write_model(transformers: Any, run: LoadedRun, out: Path, format: str) -> s
 
 
 def write_tokenizer(transformers: Any, tokenizer: Tokenizer, longest: int, out: Path) -> None:
-    """The tokenizer's files as AutoTokenizer reads them. longest: tokens of an input."""
+    """The tokenizer's files as AutoTokenizer reads them, cutting what follows <mask> as in running text. longest: tokens
+    of an input."""
     names = special_names(tokenizer)
     theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=with_mask_in_text(tokenizer),
         model_max_length=longest,
         model_input_names=["input_ids", "attention_mask"],  # no token types
         bos_token=names["bos"],
