@@ -212,6 +212,7 @@ def _card(run: LoadedRun, format: str, architecture: str) -> str:
     if model.decoder != "none":
         width = model.decoder_config.hidden_size
         decoder = f"{model.decoder}, {model.decoder_layers} layers of {width}, used in pretraining only"
+    falling = f"{masking.rate:g} to " if masking.rate_end is not None else ""
     rows = {
         "architecture": architecture,
         "encoder": f"{model.num_layers} layers of {model.hidden_size}, {model.num_heads} heads, "
@@ -220,7 +221,7 @@ def _card(run: LoadedRun, format: str, architecture: str) -> str:
         "relative position bias": bias,
         "decoder": decoder,
         "vocabulary": f"{model.vocab_size} tokens, byte-level BPE",
-        "masking": f"{masking.rate:g} of the tokens, policy {masking.policy}, {masking.shown:g} shown",
+        "masking": f"{falling}{masking.final.rate:g} of the tokens, policy {masking.policy}, {masking.shown:g} shown",
         "preset": run.record.preset,
         "data": Path(run.record.data).name,
         "checkpoint": f"update {run.step} of {run.config.optim.max_steps}, batches of {run.config.optim.batch_size}",
