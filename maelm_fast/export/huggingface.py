@@ -170,8 +170,8 @@ def _write_model(transformers: Any, run: LoadedRun, out: Path, format: str) -> s
 
 
 def write_tokenizer(transformers: Any, tokenizer: Tokenizer, longest: int, out: Path) -> None:
-    """The tokenizer's files as AutoTokenizer reads them, cutting what follows <mask> as in running text. longest: tokens
-    of an input."""
+    """The tokenizer's files as AutoTokenizer reads them, what follows <mask> cut as in running text. longest: tokens of
+    an input."""
     names = special_names(tokenizer)
     theirs = transformers.PreTrainedTokenizerFast(
         tokenizer_object=with_mask_in_text(tokenizer),

@@ -181,7 +181,7 @@ def test_with_mask_in_text_changes_nothing_without_a_mask(uncased):
     root = Path(__file__).parents[2]
     files = [*root.glob("maelm_fast/**/*.py"), *root.glob("docs/*.md"), *root.glob("*.md")]
     lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines() if "<" not in line]
-    lines = lines[::5] + ["", " ", "  two  spaces\tand", "\ttab", "\u00a0nbsp", "\u2581 \u2581x", "🙂 中文"]
+    lines = [*lines[::5], "", " ", "  two  spaces\tand", "\ttab", "\u00a0nbsp", "\u2581 \u2581x", "🙂 中文"]
     assert len(lines) > 3000
     changed = with_mask_in_text(uncased)
     for before, after in zip(uncased.encode_batch(lines), changed.encode_batch(lines), strict=True):
