@@ -15,8 +15,10 @@ __all__ = [
     "TokenStore",
     "load",
     "ops",
+    "patch",
     "presets",
     "pretrain",
+    "unpatch",
 ]
 
 if TYPE_CHECKING:  # for type checkers and editors, which do not run the function below
@@ -25,6 +27,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run the functio
     from maelm_fast.encoders import load_encoder as load
     from maelm_fast.integrations.transformers.collator import PackedMaskingCollator
     from maelm_fast.integrations.transformers.modeling import MaeLmForPreTraining
+    from maelm_fast.integrations.transformers.patch import patch, unpatch
     from maelm_fast.model.maelm import MaeLm
     from maelm_fast.training.job import pretrain
 else:
@@ -35,8 +38,10 @@ else:
         "TokenStore": "data.token_store:TokenStore",
         "load": "encoders:load_encoder",
         "ops": "ops",
+        "patch": "integrations.transformers.patch:patch",
         "presets": "presets",
         "pretrain": "training.job:pretrain",
+        "unpatch": "integrations.transformers.patch:unpatch",
     }
 
     def __getattr__(name):
