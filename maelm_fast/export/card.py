@@ -146,8 +146,8 @@ def _license(license: str | None) -> str:
     if license:
         return f"The weights' licence, as their publisher states it: {license}."
     return (
-        "The weights' licence is not stated: that is for their publisher to do (`maelm-fast export --license`), who has "
-        "to look at the texts'."
+        "The weights' licence is not stated: that is for their publisher to do (`maelm-fast export --license`), who "
+        "has to look at the texts'."
     )
 
 

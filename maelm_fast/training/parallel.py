@@ -37,9 +37,12 @@ class Processes:
     Whatever all have to do together must be called on each, in the same order."""
 
     rank, world, strategy = 0, 1, "none"
+    group: Any = None
+    """What torch.distributed calls them; None: all of them."""
 
-    def __init__(self, runtime: RuntimeConfig) -> None:
-        self.device = choose_device(runtime)
+    def __init__(self, device: torch.device) -> None:
+        """device: this process's own."""
+        self.device = device
 
     @property
     def is_main(self) -> bool:
@@ -74,6 +77,11 @@ class Processes:
         """Everyone's value, in the order of the ranks; it can be pickled."""
         return [value]
 
+    def beside(self) -> Processes:
+        """The same processes for a thread beside the training: what that communicates, by `everyone`, meets nothing
+        else. Each process makes it."""
+        return self
+
     @contextlib.contextmanager
     def whole_parameters(self, model: nn.Module) -> Iterator[None]:
         """Inside, the model's parameters are whole everywhere and any of its methods may be called, by one process
@@ -83,24 +91,25 @@ class Processes:
     def watch(self, directory: Path) -> None:
         """From now on keep a heartbeat in that directory, for the error that names who is missing."""
 
-    def at(self, step: int, phase: str) -> None:
-        """What this process does from now on, for its heartbeat: "waiting for data"."""
+    def at(self, phase: str, step: int | None = None) -> None:
+        """What this process does from now on, for its heartbeat: "waiting for data". step: of that many updates in all,
+        the one in hand; None: as before."""
 
 
 class _Several(Processes):
     """One of several, which torchrun has started."""
 
     def __init__(self, runtime: RuntimeConfig) -> None:
-        super().__init__(runtime)
         import torch.distributed as dist
         from torch.distributed.rendezvous import rendezvous
 
-        self.dist, local = dist, int(os.environ.get("LOCAL_RANK", "0"))
+        super().__init__(choose_device(runtime))
+        self.dist = dist
         if self.device.type == "cuda":
+            local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
             require(
-                local < torch.cuda.device_count(),
-                f"more processes on this machine than its {torch.cuda.device_count()} GPUs: start torchrun with "
-                f"--nproc-per-node {torch.cuda.device_count()}",
+                local < there,
+                f"more processes on this machine than its {there} GPUs: start torchrun with --nproc-per-node {there}",
             )
             self.device = torch.device("cuda", local)
             torch.cuda.set_device(self.device)
@@ -143,12 +152,20 @@ class _Several(Processes):
         model.set_is_last_backward(last)
         yield
 
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        before = self.watcher.phase
+        self.at("waiting for the others")
+        yield
+        self.at(before)
+
     def total(self, count: int) -> Tensor:
         here = torch.tensor(count, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
         return self.sum(here).clamp(min=1)
 
     def sum(self, numbers: Tensor) -> Tensor:
-        self.dist.all_reduce(numbers)
+        with self._together():
+            self.dist.all_reduce(numbers)
         return numbers
 
     def from_main(self, function: Callable[[], T]) -> T:
@@ -158,7 +175,8 @@ class _Several(Processes):
                 told[0] = function()
             except UserError as error:
                 told[1] = error
-        self.dist.broadcast_object_list(told, device=torch.device("cpu"))
+        with self._together():
+            self.dist.broadcast_object_list(told, device=torch.device("cpu"))
         if told[1] is not None:
             raise told[1] if self.is_main else SystemExit(2)  # of which one says it
         answer: T = told[0]
@@ -166,8 +184,12 @@ class _Several(Processes):
 
     def everyone(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.world
-        self.dist.all_gather_object(values, value)
+        with self._together():
+            self.dist.all_gather_object(values, value)
         return values
+
+    def beside(self) -> Processes:
+        return _Beside(self)
 
     @contextlib.contextmanager
     def whole_parameters(self, model: nn.Module) -> Iterator[None]:
@@ -186,8 +208,8 @@ class _Several(Processes):
         self.from_main(lambda: self.watcher.clear(directory))
         self.watcher.directory = directory
 
-    def at(self, step: int, phase: str) -> None:
-        self.watcher.at(step, phase)
+    def at(self, phase: str, step: int | None = None) -> None:
+        self.watcher.at(phase, step)
 
     def is_loss_of_others(self, error: Exception) -> bool:
         """Whether that is what a collective raises when another process has gone or does not come."""
@@ -195,6 +217,20 @@ class _Several(Processes):
         return isinstance(error, self.dist.DistError) or any(
             word in text for word in ("gloo", "nccl", "timed out", "connection closed", "connection reset")
         )
+
+
+class _Beside(Processes):
+    """Several, in a group of their own that passes CPU tensors and objects."""
+
+    def __init__(self, several: _Several) -> None:
+        super().__init__(several.device)
+        self.rank, self.world, self.dist = several.rank, several.world, several.dist
+        self.group = self.dist.new_group(backend="gloo")
+
+    def everyone(self, value: T) -> list[T]:
+        values: list[Any] = [None] * self.world
+        self.dist.all_gather_object(values, value, group=self.group)
+        return values
 
 
 _FLIGHT_RECORDER = {
@@ -210,7 +246,7 @@ def processes(runtime: RuntimeConfig) -> Iterator[Processes]:
     A UserError in one process ends all: it is raised in the first one that has one, with its rank, and the others exit
     with status 2 and say nothing. A process that has gone, or that hangs for runtime.parallel.timeout_s, is one too."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Processes(runtime)
+        yield Processes(choose_device(runtime))
         return
     several = _Several(runtime)
     watcher = several.watcher
