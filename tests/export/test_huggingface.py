@@ -130,7 +130,7 @@ def test_every_ablation_exports_its_encoder(make_run: MakeRun, tmp_path: Path, f
     if format == "own":
         assert report.architecture == ("MaeLmForMaskedLM" if whole else "MaeLmModel")
         card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-        assert ("AutoModelForMaskedLM" in card) == whole
+        assert ('pipeline("fill-mask"' in card) == whole
         auto = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]
         assert ("AutoModelForMaskedLM" in auto) == whole
     assert report.differences.layers == 3
