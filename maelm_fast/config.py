@@ -9,11 +9,13 @@ choice it is.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from maelm_fast.errors import UserError, unknown
 
+_RATE_STEP = 0.05
 TABLE_MULTIPLE = 64  # token-table rows are padded to this, for the matrix units
 
 
@@ -148,6 +150,10 @@ class MaskingConfig:
 
     rate: float = 0.15
     """Share of the tokens that is masked."""
+    rate_end: float | None = None
+    """In training the share goes from `rate` in the first updates to this in the last ones, in equal steps of 0.05 or
+    less that take equally many updates (ours; a linear fall: arXiv 2305.15096). Everything else masks at this rate
+    then: validation, the live rank. None: it stays at `rate`."""
     count: Literal["fixed", "stochastic"] = "fixed"
     """fixed: round(rate * n) tokens of n (static shapes). stochastic: floor(rate * n + u), u uniform per sequence
     (released code)."""
@@ -162,6 +168,8 @@ class MaskingConfig:
 
     def __post_init__(self) -> None:
         require(0.0 < self.rate < 1.0, f"masking.rate must lie between 0 and 1, not {self.rate}")
+        end = self.rate if self.rate_end is None else self.rate_end
+        require(0.0 < end < 1.0, f"masking.rate_end must lie between 0 and 1, not {end}")
         require(0.0 <= self.shown <= 1.0, f"masking.shown must lie in [0, 1], not {self.shown}")
         require(
             self.shown == 0.0 or self.policy == "mask",
@@ -169,13 +177,24 @@ class MaskingConfig:
             "reads: set masking.shown=0 or masking.policy=mask",
         )
 
+    @property
+    def final(self) -> MaskingConfig:
+        """With the one rate at which training ends, and at which everything but training masks."""
+        return self if self.rate_end is None else dataclasses.replace(self, rate=self.rate_end, rate_end=None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW, linear warm-up, linear decay to 0. Update k, counting from 0, uses lr(k); lr(0) = 0 (released code)."""
+    """The optimiser, linear warm-up, linear decay to 0. Update k, counting from 0, uses lr(k); lr(0) = 0 (released
+    code)."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the matrices of the blocks and of the head, AdamW for all else (ours; training/muon.py)."""
     lr: float = 5e-4
     """Peak learning rate."""
+    muon_lr: float | None = None
+    """Peak learning rate of Muon's matrices, whose updates are as large as AdamW's at the same rate (arXiv 2502.16982);
+    None: lr."""
     batch_size: int = 2048
     """Sequences per update, over all its micro-batches."""
     max_steps: int = 125_000
@@ -192,6 +211,11 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         require(self.lr > 0, f"optim.lr must be positive, not {self.lr}")
+        require(self.muon_lr is None or self.muon_lr > 0, f"optim.muon_lr must be positive, not {self.muon_lr}")
+        require(
+            self.name == "muon" or self.muon_lr is None,
+            f"optim.muon_lr is set but optim.name is {self.name}: set optim.name=muon, or remove it",
+        )
         require(self.batch_size > 0, f"optim.batch_size must be positive, not {self.batch_size}")
         require(self.max_steps > 0, f"optim.max_steps must be positive, not {self.max_steps}")
         share = 0 < self.warmup_steps < 1
@@ -262,6 +286,9 @@ class RuntimeConfig:
     cuda_graph: bool = False
     """Record an update as a CUDA graph and replay it: for small models, where launching kernels takes longer than
     running them. Needs samples of one length, a fixed mask count and a GPU."""
+    deterministic: bool = False
+    """On a GPU too, the same bits every time: table gradients are added in a fixed order, which is slower, and what
+    has no such order is refused. A CPU gives the same bits anyway."""
     workers: int = 0
     """Loader processes. The batches are the same for every number."""
     log_every: int = 10
@@ -305,6 +332,15 @@ class RunConfig:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     seed: int = 0
     """Initialisation, sample order, masks and dropout all follow from it."""
+
+    def mask_rate(self, update: int) -> float:
+        """The share of the tokens that an update masks, counting from 0: a function of the update alone, so that a
+        resumed run draws the same masks. It has few values, since each is a shape of its own to whatever is compiled
+        for one."""
+        first, last = self.masking.rate, self.masking.final.rate
+        falls = math.ceil(round(abs(last - first) / _RATE_STEP, 6))
+        done = update * (falls + 1) // self.optim.max_steps
+        return last if done >= falls else round(first + (last - first) * done / falls, 6)
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**63, f"seed must lie in [0, 2**63), not {self.seed}")

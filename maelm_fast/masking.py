@@ -8,7 +8,7 @@ implementation that draws the same words.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from maelm_fast.config import MaskingConfig, require
 
@@ -32,6 +32,8 @@ class Masker:
     masking.shown of them; True leaves them in (standard MLM). With the BERT and the random policy the tokens shown as
     random or unchanged stay in the encoder's row either way, and are predicted all the same.
 
+    masking: with one rate, which of a run is masking.final's but for its training updates.
+
     Raises UserError if the policy draws random tokens and there is none that is not special."""
 
     masking: MaskingConfig
@@ -40,10 +42,16 @@ class Masker:
     encoder_sees_mask: bool
 
     def __post_init__(self) -> None:
+        if self.masking.rate_end is not None:
+            raise ValueError("a masker has one rate: masking.final, or RunConfig.mask_rate of an update")
         require(
             self.masking.policy == "mask" or len(self.special) < self.vocabulary.size,
             f"masking.policy {self.masking.policy} has no token to draw from: all of the vocabulary are special",
         )
+
+    def at_rate(self, rate: float) -> Masker:
+        """The same, but for the share that is masked."""
+        return replace(self, masking=replace(self.masking, rate=rate))
 
     @property
     def special(self) -> list[int]:

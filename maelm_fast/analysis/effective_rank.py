@@ -166,7 +166,7 @@ def run_batches(run: LoadedRun, store: TokenStore, samples: int | None, watch: W
         f"{config.model.max_positions}: prepare the text again with shorter ones",
     )
     samples, size = min(samples, len(store)), config.runtime.micro_batch_size
-    masker = Masker(config.masking, run.vocabulary, config.seed, encoder_sees_mask=True)
+    masker = Masker(config.masking.final, run.vocabulary, config.seed, encoder_sees_mask=True)
     batches: Iterable[PackedBatch] = validation_batches(store, masker, size, samples)
     return batches if watch is None else watch(batches, -(-samples // size))
 
@@ -209,7 +209,7 @@ def measure(
         centred=False,
         data=str(store.path),
         samples=min(config.runtime.eval_samples if samples is None else samples, len(store)),
-        mask_rate=config.masking.rate,
+        mask_rate=config.masking.final.rate,
         mask_policy=config.masking.policy,
         inputs=inputs,
     )

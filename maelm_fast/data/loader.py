@@ -13,7 +13,7 @@ import math
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -47,9 +47,12 @@ class TrainingBatches(Dataset["list[PackedBatch] | list[RaggedBatch]"]):
         batch_size: int,
         micro_batch_size: int,
         mask_on_device: bool = False,
+        rate: Callable[[int], float] | None = None,
     ) -> None:
-        """The masker's seed is also the order's."""
+        """The masker's seed is also the order's. rate: of an update, the share of the tokens to mask; None: the
+        masker's."""
         self.store, self.masker, self.batch_size, self.mask_on_device = store, masker, batch_size, mask_on_device
+        self.rate = rate
         self.micro_batch_tokens = min(micro_batch_size, batch_size) * store.manifest.seq_len
 
     def __len__(self) -> int:
@@ -66,10 +69,11 @@ class TrainingBatches(Dataset["list[PackedBatch] | list[RaggedBatch]"]):
         order, counts = self.placed(lengths)
         samples, epochs = samples[order], epochs[order]
         batch = RaggedBatch(torch.from_numpy(self.store.read(samples)), lengths[order], samples, epochs)
+        masker = self.masker if self.rate is None else self.masker.at_rate(self.rate(update))
         if self.mask_on_device:
-            check_ids(batch.ids, self.masker.vocabulary)
-            return RaggedUpdate.of(batch, counts)
-        return pack_update(batch, counts, self.masker)
+            check_ids(batch.ids, masker.vocabulary)
+            return RaggedUpdate.of(batch, counts, masker)
+        return pack_update(batch, counts, masker)
 
     def placed(self, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[int]]:
         """The order in which the micro-batches hold samples of these lengths, and how many each holds."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from maelm_fast.batch import TENSORS, Lengths, PackedBatch, RaggedBatch, tensor_sizes
+from maelm_fast.masking import Masker
 
 ALIGNMENT = 16  # int32 elements: each tensor starts on a cache line, as one of its own would
 
@@ -65,20 +66,22 @@ class RaggedUpdate:
 
     batch: RaggedBatch
     counts: list[int]
+    masker: Masker
+    """Which draws them."""
 
     @classmethod
-    def of(cls, batch: RaggedBatch, counts: list[int]) -> RaggedUpdate:
+    def of(cls, batch: RaggedBatch, counts: list[int], masker: Masker) -> RaggedUpdate:
         """With the tokens as int32, where other processes can read them."""
         row = new_row(len(batch.ids))
         np.copyto(row.numpy(), batch.ids.numpy(), casting="unsafe")
-        return cls(replace(batch, ids=row), counts)
+        return cls(replace(batch, ids=row), counts, masker)
 
     def pin_memory(self) -> RaggedUpdate:
-        return RaggedUpdate(replace(self.batch, ids=self.batch.ids.pin_memory()), self.counts)
+        return replace(self, batch=replace(self.batch, ids=self.batch.ids.pin_memory()))
 
     def to(self, device: torch.device) -> RaggedUpdate:
         """There, without waiting for it."""
-        return RaggedUpdate(replace(self.batch, ids=self.batch.ids.to(device, non_blocking=True)), self.counts)
+        return replace(self, batch=replace(self.batch, ids=self.batch.ids.to(device, non_blocking=True)))
 
     def micro_batches(self) -> list[RaggedBatch]:
         return self.batch.split(self.counts)

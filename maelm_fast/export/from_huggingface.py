@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,10 +84,28 @@ FAMILIES = {
     ),
 }
 
+CONFIG_NAMES = {
+    "vocab_size": "vocab_size",
+    "max_positions": "max_position_embeddings",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "ffn_size": "intermediate_size",
+}
+"""A configuration's sizes, ours to every architecture's. RoBERTa and MPNet count first_position among the positions."""
+
 OWN = "maelm"
 """model_type of our own format (modeling_maelm.py)."""
 OWN_NAMES = {"token_table": "token_embedding.weight", "position_table": "position_embedding.weight"}
 """The encoder's parameters that have other names there."""
+OWN_NETWORK = {
+    **{f"encoder.{ours}": f"encoder.{theirs}" for ours, theirs in OWN_NAMES.items()},
+    "decoder.position_table": "decoder.position_embedding.weight",
+    "head.vocabulary_bias": "head.projection.bias",
+}
+"""The same of the whole network, MaeLmForMaskedLM."""
+PADDED = ("encoder.token_table", "head.vocabulary_bias")
+"""Ours that have padding rows, which no other architecture has."""
 
 
 def read_fields(path: str | Path) -> dict[str, Any]:
@@ -141,21 +159,13 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _model_fields(path: Path, data: dict[str, Any]) -> dict[str, Any]:
-    names = {
-        "vocab_size": "vocab_size",
-        "max_positions": "max_position_embeddings",
-        "hidden_size": "hidden_size",
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "ffn_size": "intermediate_size",
-    }
-    for theirs in names.values():
+    for theirs in CONFIG_NAMES.values():
         value = data.get(theirs)
         require(
             isinstance(value, int) and value > 0,
             f"{path / 'config.json'}: {theirs} must be a positive number, not {value}",
         )
-    fields = {ours: data[theirs] for ours, theirs in names.items()}
+    fields = {ours: data[theirs] for ours, theirs in CONFIG_NAMES.items()}
     if data["model_type"] == OWN:
         own = ("layer_norm_eps", "relative_bias", "relative_buckets", "relative_max_distance")
         for name in own:
@@ -242,9 +252,8 @@ def _translate(tensors: dict[str, Tensor], kind: str, fields: dict[str, Any], ha
         raise UserError(f"the checkpoint's tensor {name} has no place in our encoder; it is no plain {kind} model")
     if has_head:
         state |= _head(tensors, family, take, state["encoder.token_table"])
-    for name in ("encoder.token_table", "head.vocabulary_bias"):
-        if name in state:
-            state[name] = _with_padding_rows(state[name])
+    for name in state.keys() & set(PADDED):
+        state[name] = _with_padding_rows(state[name])
     return state
 
 
@@ -262,6 +271,14 @@ def _own_encoder(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             state[f"encoder.{ours}"] = tensor.float()
     state["encoder.token_table"] = _with_padding_rows(state["encoder.token_table"])
     return state
+
+
+def own_network(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of MaeLmForMaskedLM under the names of MaeLm; mapping.own_state's way back."""
+    ours = {theirs: ours for ours, theirs in OWN_NETWORK.items()}
+    kept = [name for name in tensors if name != "head.projection.weight" and not name.endswith(".buckets")]
+    state = {ours.get(name, name): tensors[name] for name in kept}
+    return state | {name: _with_padding_rows(state[name]) for name in state.keys() & set(PADDED)}
 
 
 def _layer(family: Family, ours: str, theirs: str, take: Callable[[str], Tensor]) -> dict[str, Tensor]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,6 @@ from maelm_fast.training.files import write_directory, write_json
 from maelm_fast.training.rundir import LoadedRun
 
 FORMATS = ("auto", "own", "mpnet", "roberta", "layoutlmv3")
-CODE = Path(__file__).with_name("modeling_maelm.py")
 
 
 @dataclass(frozen=True)
@@ -154,7 +152,6 @@ def _write_model(transformers: Any, run: LoadedRun, out: Path, format: str) -> s
         own_config = MaeLmConfig(**own_fields(run.config.model, special_ids(run.tokenizer), whole))
         model: Any = MaeLmForMaskedLM(own_config) if whole else MaeLmModel(own_config)
         state = own_state(run.model) if whole else own_encoder_state(run.model.encoder, run.config.model.vocab_size)
-        shutil.copyfile(CODE, out / CODE.name)
     else:
         with_head = format != "layoutlmv3" and run.config.model.decoder == "none"
         prefix = {"mpnet": "MPNet", "roberta": "Roberta", "layoutlmv3": "LayoutLMv3"}[format]
@@ -214,6 +211,7 @@ def _card(run: LoadedRun, format: str, architecture: str) -> str:
     if model.decoder != "none":
         width = model.decoder_config.hidden_size
         decoder = f"{model.decoder}, {model.decoder_layers} layers of {width}, used in pretraining only"
+    falling = f"{masking.rate:g} to " if masking.rate_end is not None else ""
     rows = {
         "architecture": architecture,
         "encoder": f"{model.num_layers} layers of {model.hidden_size}, {model.num_heads} heads, "
@@ -222,7 +220,7 @@ def _card(run: LoadedRun, format: str, architecture: str) -> str:
         "relative position bias": bias,
         "decoder": decoder,
         "vocabulary": f"{model.vocab_size} tokens, byte-level BPE",
-        "masking": f"{masking.rate:g} of the tokens, policy {masking.policy}, {masking.shown:g} shown",
+        "masking": f"{falling}{masking.final.rate:g} of the tokens, policy {masking.policy}, {masking.shown:g} shown",
         "preset": run.record.preset,
         "data": Path(run.record.data).name,
         "checkpoint": f"update {run.step} of {run.config.optim.max_steps}, batches of {run.config.optim.batch_size}",

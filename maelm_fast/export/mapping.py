@@ -6,25 +6,34 @@ of zeros come first; token types and LayoutLMv3's boxes add zeros; queries, keys
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from maelm_fast.config import ModelConfig, RunConfig
-from maelm_fast.export.from_huggingface import FAMILIES, OWN_NAMES, Family
+from maelm_fast.config import ModelConfig, RunConfig, require
+from maelm_fast.export.from_huggingface import CONFIG_NAMES, FAMILIES, OWN_NAMES, OWN_NETWORK, PADDED, Family
 from maelm_fast.model.encoder import Encoder
 from maelm_fast.model.maelm import MaeLm
+
+OWN_CLASSES = {
+    "AutoConfig": "MaeLmConfig",
+    "AutoModel": "MaeLmModel",
+    "AutoModelForMaskedLM": "MaeLmForMaskedLM",
+    "AutoModelForSequenceClassification": "MaeLmForSequenceClassification",
+    "AutoModelForTokenClassification": "MaeLmForTokenClassification",
+    "AutoModelForQuestionAnswering": "MaeLmForQuestionAnswering",
+}
+"""Which class of modeling_maelm.py each Auto class finds."""
+_SAME_NAME = ("relative_bias", "relative_buckets", "relative_max_distance", "decoder_layers", "decoder_relative_bias")
+"""Fields of ModelConfig that MaeLmConfig has, too."""
 
 
 def _common_fields(config: ModelConfig, special: dict[str, int]) -> dict[str, Any]:
     return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "intermediate_size": config.ffn_size,
+        **{theirs: getattr(config, ours) for ours, theirs in CONFIG_NAMES.items()},
         "hidden_dropout_prob": config.dropout,
         "attention_probs_dropout_prob": config.dropout,
         "layer_norm_eps": config.layer_norm_eps,
@@ -36,52 +45,61 @@ def _common_fields(config: ModelConfig, special: dict[str, int]) -> dict[str, An
 
 
 def own_holds_all(run: RunConfig) -> bool:
-    """Whether MaeLmForMaskedLM computes what was pretrained. It has not all of the ablations' decoders and positions,
-    and never shows the encoder a masked token; of a run that did there is the encoder to export."""
-    model, masking = run.model, run.masking
+    """Whether MaeLmForMaskedLM computes what was pretrained. It never shows the encoder a masked token; of a run that
+    did there is the encoder to export."""
+    hidden = run.masking.shown == 0.0 and run.masking.policy != "random"
+    return own_holds(run.model) and (hidden or run.model.decoder == "none")
+
+
+def own_holds(model: ModelConfig) -> bool:
+    """Whether MaeLmForMaskedLM has this network: it has not all of the ablations' decoders and positions."""
     if model.decoder == "none":
         return True
     same_size = model.decoder_config == replace(model, decoder_hidden_size=None, decoder_num_heads=None)
-    same_input = masking.shown == 0.0 and masking.policy != "random" and model.positions == "aligned"
-    return model.decoder in ("self", "cross") and same_size and same_input
+    return model.decoder in ("self", "cross") and same_size and model.positions == "aligned"
 
 
 def own_fields(config: ModelConfig, special: dict[str, int], whole: bool = True) -> dict[str, Any]:
     """Arguments of MaeLmConfig. special: role to id (tokenizer.special_ids). whole: with decoder and head.
 
     auto_map says which class each AutoModel finds in the code beside it."""
-    names = ("relative_bias", "relative_buckets", "relative_max_distance", "decoder_layers", "decoder_relative_bias")
-    classes = {
-        "AutoConfig": "MaeLmConfig",
-        "AutoModel": "MaeLmModel",
-        "AutoModelForMaskedLM": "MaeLmForMaskedLM",
-        "AutoModelForSequenceClassification": "MaeLmForSequenceClassification",
-        "AutoModelForQuestionAnswering": "MaeLmForQuestionAnswering",
-    }
+    classes = dict(OWN_CLASSES)
     if not whole:
         del classes["AutoModelForMaskedLM"]
     return {
         **_common_fields(config, special),
-        **{name: getattr(config, name) for name in names},
+        **{name: getattr(config, name) for name in _SAME_NAME},
         "decoder_kind": config.decoder if whole else "none",
-        "max_position_embeddings": config.max_positions,
         "mask_token_id": special["mask"],
         "auto_map": {auto: f"modeling_maelm.{name}" for auto, name in classes.items()},
     }
 
 
-def own_state(model: MaeLm) -> dict[str, Tensor]:
-    """For MaeLmForMaskedLM: our parameters, and the bucket tables, which we do not store and it does."""
-    vocab = model.config.vocab_size
-    state = {f"encoder.{name}": tensor for name, tensor in own_encoder_state(model.encoder, vocab).items()}
-    for name, tensor in (*model.state_dict().items(), *model.named_buffers()):
-        if name.endswith("vocabulary_bias"):
-            state["head.projection.bias"] = tensor[:vocab]
-        elif name == "decoder.position_table":
-            state["decoder.position_embedding.weight"] = tensor
-        elif not name.startswith("encoder."):
-            state[name] = tensor
-    return state | {"head.projection.weight": state["encoder.token_embedding.weight"]}
+def own_model_config(config: Any) -> ModelConfig:
+    """What a MaeLmConfig says of the network; own_fields' way back. UserError if it says what cannot be."""
+    require(
+        config.hidden_dropout_prob == config.attention_probs_dropout_prob,
+        f"hidden_dropout_prob {config.hidden_dropout_prob} and attention_probs_dropout_prob "
+        f"{config.attention_probs_dropout_prob} differ, and the model in pretraining has one rate for both",
+    )
+    init = {name: getattr(config, name) for name in ("position_init", "relative_init") if hasattr(config, name)}
+    return ModelConfig(
+        **init,
+        **{ours: getattr(config, theirs) for ours, theirs in CONFIG_NAMES.items()},
+        **{name: getattr(config, name) for name in (*_SAME_NAME, "layer_norm_eps")},
+        decoder=config.decoder_kind,
+        dropout=config.hidden_dropout_prob,
+        init_std=config.initializer_range,
+    )
+
+
+def own_state(model: MaeLm, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """For MaeLmForMaskedLM: our parameters, and the bucket tables, which we do not store and it does. state: the
+    model's state dict, where it is known already (gathered from several processes, say)."""
+    theirs, vocab = {}, model.config.vocab_size
+    for name, tensor in (*(model.state_dict() if state is None else state).items(), *model.named_buffers()):
+        theirs[OWN_NETWORK.get(name, name)] = tensor[:vocab] if name in PADDED else tensor
+    return theirs | {"head.projection.weight": theirs["encoder.token_embedding.weight"]}
 
 
 def own_encoder_state(encoder: Encoder, vocab_size: int) -> dict[str, Tensor]:
@@ -95,7 +113,7 @@ def own_encoder_state(encoder: Encoder, vocab_size: int) -> dict[str, Tensor]:
 def stock_fields(config: ModelConfig, format: str, special: dict[str, int]) -> dict[str, Any]:
     """Arguments of the stock configuration class."""
     fields = _common_fields(config, special)
-    fields["max_position_embeddings"] = config.max_positions + _family(format).first_position
+    fields["max_position_embeddings"] += _family(format).first_position
     if format == "mpnet":
         fields["relative_attention_num_buckets"] = config.relative_buckets
     else:

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import (
     MaskedLMOutput,
     QuestionAnsweringModelOutput,
     SequenceClassifierOutput,
+    TokenClassifierOutput,
 )
 
 
@@ -52,9 +53,11 @@ class MaeLmConfig(PretrainedConfig):
         pad_token_id: int = 1,
         eos_token_id: int = 2,
         mask_token_id: int | None = None,
+        tie_word_embeddings: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self.tie_word_embeddings = tie_word_embeddings
         self.bos_token_id, self.pad_token_id, self.eos_token_id = bos_token_id, pad_token_id, eos_token_id
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
@@ -389,6 +392,42 @@ class MaeLmForSequenceClassification(MaeLmPreTrainedModel):
         return F.cross_entropy(logits, labels.long())
 
 
+class MaeLmForTokenClassification(MaeLmPreTrainedModel):
+    """Every token's vector -> dropout -> linear."""
+
+    def __init__(self, config: MaeLmConfig) -> None:
+        super().__init__(config)
+        self.num_labels = int(config.num_labels or 0)
+        self.encoder = MaeLmModel(config)
+        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.classifier = nn.Linear(config.hidden_size, self.num_labels)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> TokenClassifierOutput | tuple[Tensor, ...]:
+        """labels: (B, L) classes, -100 where no loss is wanted."""
+        encoded = self.encoder(
+            input_ids,
+            attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            output_hidden_states=output_hidden_states,
+        )
+        logits = self.classifier(self.dropout(encoded.last_hidden_state))
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten().long()) if labels is not None else None
+        output = TokenClassifierOutput(loss=loss, logits=logits, hidden_states=encoded.hidden_states)
+        return output.to_tuple() if return_dict is False else output
+
+
 class MaeLmForQuestionAnswering(MaeLmPreTrainedModel):
     """Two linear outputs per token: where the answer starts and ends. The first token stands for "no answer"."""
 
@@ -434,3 +473,13 @@ class MaeLmForQuestionAnswering(MaeLmPreTrainedModel):
     def _loss(logits: Tensor, targets: Tensor) -> Tensor:
         outside = logits.shape[1]
         return F.cross_entropy(logits, targets.clamp(0, outside), ignore_index=outside)
+
+
+for _class, _auto in (
+    (MaeLmModel, "AutoModel"),
+    (MaeLmForMaskedLM, "AutoModelForMaskedLM"),
+    (MaeLmForSequenceClassification, "AutoModelForSequenceClassification"),
+    (MaeLmForTokenClassification, "AutoModelForTokenClassification"),
+    (MaeLmForQuestionAnswering, "AutoModelForQuestionAnswering"),
+):
+    _class.register_for_auto_class(_auto)  # save_pretrained then writes this file beside the weights

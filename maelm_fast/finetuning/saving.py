@@ -23,7 +23,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ from maelm_fast.encoders import (
 from maelm_fast.errors import UserError
 from maelm_fast.export.compare import remote_code_removed
 from maelm_fast.export.from_huggingface import read_weights
-from maelm_fast.export.huggingface import CODE, fitting_format, require_new, write_tokenizer
+from maelm_fast.export.huggingface import fitting_format, require_new, write_tokenizer
 from maelm_fast.export.library import new_model, quiet, require_transformers, transformers_errors
 from maelm_fast.export.mapping import own_encoder_state, own_fields, stock_encoder_state, stock_fields
 from maelm_fast.finetuning.batches import token_batch
@@ -122,11 +121,6 @@ def load_finetuned(path: str | Path) -> Model:
     return _load(path, record)
 
 
-def saved_task(path: str | Path) -> Task:
-    """The task that a saved model was fine-tuned for."""
-    return _task(_read_record(Path(path)))
-
-
 def _load(path: Path, record: dict[str, Any]) -> Model:
     task = _task(record)
     if record["format"] == "plain":
@@ -172,7 +166,6 @@ def _save_packed(transformers: Any, model: Model, exact: Model, task: Task, out:
         from maelm_fast.export import modeling_maelm as library
 
         base, state = "encoder", own_encoder_state(encoder.encoder, config.vocab_size)
-        shutil.copyfile(CODE, aside / CODE.name)
     else:
         library, base, state = transformers, format, stock_encoder_state(encoder.encoder, config, format)
     theirs = getattr(library, prefix + _KINDS[spans])(getattr(library, f"{prefix}Config")(**fields))
@@ -410,7 +403,7 @@ def _batches(model: Model) -> list[TokenBatch]:
 
 def _card(saved: Saved, model: Model, task: Task) -> str:
     encoder = model.encoder
-    source = encoder.name if encoder.step is None else f"{encoder.name}, update {encoder.step}"
+    source = encoder.name if encoder.step is None else f"{encoder.name}, step {encoder.step}"
     if encoder.random_init:
         source = f"{encoder.name}, with random weights instead of pretrained ones"
     outputs = {

@@ -146,7 +146,7 @@ def measured_rate(config: RunConfig) -> float:
         size = max(1, min(size, _FEW_TOKENS // length))
     with torch.random.fork_rng(devices=[]):
         model = MaeLm(config.model).to(device)
-    optimizer = build_optimizer(model, config.optim)
+    optimizer = build_optimizer(model, config.optim, "bf16" if bf16 else "fp32")
     batch = _random_batch(config, model, size, length).to(device)
     flops = training_flops(config.model, *batch.lengths)
     seconds: list[float] = []
@@ -167,5 +167,5 @@ def _random_batch(config: RunConfig, model: MaeLm, size: int, length: int) -> Pa
     vocabulary = Vocabulary(config.model.vocab_size, config.model.vocab_size - 1, (config.model.vocab_size - 1,))
     rows = list(np.random.default_rng(0).integers(0, config.model.vocab_size - 1, (size, length)).astype(np.int32))
     samples = np.arange(size)
-    masker = Masker(config.masking, vocabulary, 0, model.encoder_sees_mask)
+    masker = Masker(config.masking.final, vocabulary, 0, model.encoder_sees_mask)
     return pack(rows, samples, np.zeros_like(samples), masker)

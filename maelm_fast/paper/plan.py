@@ -25,6 +25,8 @@ from maelm_fast.paper.downstream import FineTuning, Found, Unit, finetunings, pr
 from maelm_fast.paper.scales import Corpus, Scale, Setting
 
 PRETRAINING = "pretraining"
+_LATER = (("masking", "rate_end"), ("optim", "name"), ("optim", "muon_lr"))
+"""Fields that came when there were runs already: at their defaults they are no part of a cell's hash."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,10 @@ class Cell:
     @cached_property
     def key(self) -> str:
         science = {k: v for k, v in to_dict(self.config).items() if k != "runtime"}
+        default = to_dict(RunConfig())
+        for section, name in _LATER:
+            if science[section][name] == default[section][name]:
+                del science[section][name]
         return digest(science, self.config.runtime.eval_samples, self.fingerprint)
 
     @property
@@ -189,7 +195,7 @@ def make_plan(
         require(not unknown, f"{experiment.name} has no row {shlex.join(unknown)}; its rows: {shlex.join(known)}")
         rows = [row for row in rows if row.label in labels]
     cells = tuple(
-        _cell(row, scale, scale.settings[row.setting], seed, updates, experiment.every_checkpoint)
+        _cell(row, scale, scale.settings[row.setting], seed, updates, experiment.use == "checkpoints")
         for row in rows
         for seed in range(seeds)
     )

@@ -63,7 +63,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's state by the parameters' names, to be saved."""
+    """The optimiser's state by its own and the parameters' names, "exp_avg.head.dense.weight", to be saved."""
     return {
         f"{key}.{name}": value.detach().contiguous()
         for name, parameter in model.named_parameters()
@@ -72,13 +72,10 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def load_optimizer(tensors: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The inverse of optimizer_tensors."""
-    for name, parameter in model.named_parameters():
-        state = {
-            key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in tensors
-        }
-        if state:  # a run whose every update so far was skipped has none
-            optimizer.state[parameter] = {
-                key: value if key == "step" and parameter.device.type == "cpu" else value.to(parameter.device)
-                for key, value in state.items()
-            }
+    """The inverse of optimizer_tensors. A run whose every update so far was skipped may have none."""
+    parameters = dict(model.named_parameters())
+    for full_name, value in tensors.items():
+        key, _, name = full_name.partition(".")
+        parameter = parameters[name]
+        there = key == "step" and parameter.device.type == "cpu"
+        optimizer.state[parameter][key] = value if there else value.to(parameter.device)

@@ -18,8 +18,9 @@ from maelm_fast.data.files import writing
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
 from maelm_fast.training.files import write_json, write_text
-from maelm_fast.training.hardware import choose_precision, device_name, environment
+from maelm_fast.training.hardware import choose_precision, deterministic, device_name, environment
 from maelm_fast.training.initial import Initial, adapt, load_initial
+from maelm_fast.training.optim import describe
 from maelm_fast.training.parallel import processes
 from maelm_fast.training.rundir import RunDir, RunRecord, vocabulary_of
 from maelm_fast.training.trainer import Trainer, build_model
@@ -64,7 +65,8 @@ def pretrain(preset: str, config: RunConfig, data: str, out: str, initial: Initi
             before = starts[-2].get("precision", precision) if len(starts) > 1 else precision
             if before != precision:
                 say(f"in {precision} from here on, until now in {before}: not bit for bit what either makes alone")
-        trainer.train()
+        with deterministic(config.runtime.deterministic):
+            trainer.train()
     return run
 
 
@@ -189,7 +191,8 @@ def _banner(
         f"{preset}: {parameters:,} parameters, {config.model.vocab_size:,} tokens in the vocabulary, on {device} in "
         f"{precision}\n{Path(store.path)}: {samples:,} training samples of up to {store.manifest.seq_len} tokens; "
         f"{config.optim.max_steps:,} updates of {config.optim.batch_size:,} are {updates / samples:.2f} epochs\n"
-        f"run: {run.path}"
+        + (f"{describe(trainer.optimizer)}\n" if config.optim.name == "muon" else "")
+        + f"run: {run.path}"
     )
 
 

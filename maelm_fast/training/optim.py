@@ -1,11 +1,14 @@
-"""AdamW and its schedule, as the paper's Table 3 and the released code have them."""
+"""AdamW and its schedule, as the paper's Table 3 and the released code have them; or Muon and AdamW (muon.py)."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
 
 from maelm_fast.config import OptimConfig
+from maelm_fast.training.muon import Muon
 
 
 def learning_rate(config: OptimConfig, update: int) -> float:
@@ -17,17 +20,41 @@ def learning_rate(config: OptimConfig, update: int) -> float:
     return config.lr * (config.max_steps - update) / (config.max_steps - config.warmup_steps)
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW over all parameters; its lr is set before every update."""
+LOOKED_UP = ("_table", "relative_bias.weight")
+"""How the names of the matrices end whose rows are looked up, and which Muon leaves to AdamW."""
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig, precision: str = "fp32") -> torch.optim.AdamW:
+    """Fused AdamW over all parameters, or over all but the hidden matrices, which are Muon's; its lr is set before
+    every update. precision: of Muon's products, "bf16" or "fp32"."""
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
+    hidden: dict[tuple[torch.Size, int], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         matrix = parameter.ndim >= 2 and not name.endswith("relative_bias.weight")
-        (decayed if matrix or config.decay == "all" else plain).append(parameter)
-    groups = [
+        if config.name == "muon" and parameter.ndim == 2 and not name.endswith(LOOKED_UP):
+            hidden.setdefault((parameter.shape, 3 if name.endswith("qkv.weight") else 1), []).append(parameter)
+        else:
+            (decayed if matrix or config.decay == "all" else plain).append(parameter)
+    adamw = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": plain, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-    )
+    groups: list[dict[str, Any]] = [group for group in adamw if group["params"]]
+    if config.name == "adamw":
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    ratio = (config.muon_lr or config.lr) / config.lr
+    muon = [
+        {"params": matrices, "parts": parts, "lr_ratio": ratio, "weight_decay": config.weight_decay}
+        for (_, parts), matrices in hidden.items()
+    ]
+    products = torch.bfloat16 if precision == "bf16" else torch.float32
+    return Muon([*groups, *muon], products, lr=config.lr, betas=config.betas, eps=config.eps)
+
+
+def describe(optimizer: torch.optim.AdamW) -> str:
+    """Which parameters are Muon's, in a line."""
+    muon = [p for group in optimizer.param_groups if "parts" in group for p in group["params"]]
+    others = [p for group in optimizer.param_groups if "parts" not in group for p in group["params"]]
+    counts = [f"{len(params)} tensors of {sum(p.numel() for p in params):,}" for params in (muon, others)]
+    return f"optimiser: Muon for the blocks' and the head's matrices, {counts[0]}; AdamW for all else, {counts[1]}"

@@ -253,3 +253,20 @@ def part_like(tensor: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return tensor
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor in parts, the same memory; any other tensor as it is."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gathered(part: Tensor, like: Tensor) -> Tensor:
+    """The whole of which every process has a part, as it has of `like`, where that is in parts; else the tensor."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(like, DTensor):
+        return part
+    mesh, shape, stride = like.device_mesh, like.shape, like.stride()
+    return whole(DTensor.from_local(part, mesh, like.placements, run_check=False, shape=shape, stride=stride))

@@ -10,24 +10,25 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from maelm_fast.batch import PackedBatch, RaggedBatch
+from maelm_fast.batch import PackedBatch
 from maelm_fast.data.update import Update
 
-Mask = Callable[[PackedBatch | RaggedBatch], PackedBatch]
+Mask = Callable[[Update], list[PackedBatch]]
 
 
 def on_device(updates: Iterable[Update], mask: Mask, device: torch.device) -> Iterator[list[PackedBatch]]:
-    """The micro-batches of each update, on `device`. mask: draws a batch's masks if they are not drawn yet.
+    """The micro-batches of each update, on `device`. mask: an update's micro-batches, whose masks it draws if they are
+    not drawn yet.
 
     The caller asks for the next update when it has queued the work of the one before, and that is when it is sent."""
     if device.type != "cuda":
         for update in updates:
-            yield [mask(batch) for batch in update.micro_batches()]
+            yield mask(update)
         return
     sending, computing = torch.cuda.Stream(device), torch.cuda.current_stream(device)
     for update in updates:
         with torch.cuda.stream(sending):
-            batches = [mask(batch) for batch in update.to(device).micro_batches()]
+            batches = mask(update.to(device))
         computing.wait_stream(sending)
         for batch in batches:
             for tensor in batch.tensors:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from maelm_fast import ops
-from maelm_fast.batch import Lengths, PackedBatch, RaggedBatch, TokenCounts
-from maelm_fast.config import RunConfig
+from maelm_fast.batch import Lengths, PackedBatch, TokenCounts
+from maelm_fast.config import RunConfig, require
 from maelm_fast.data.loader import TrainingBatches, training_updates, validation_batches
 from maelm_fast.data.token_store import TokenStore
+from maelm_fast.data.update import PackedUpdate, Update
 from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.flops import peak_flops, training_flops
 from maelm_fast.model.maelm import MaeLm
@@ -74,20 +75,26 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
         self.device = device = processes.device
         self.model = model.to(device)
         self.validation = validation
-        self.masker = Masker(config.masking, vocabulary, config.seed, self.model.encoder_sees_mask)
-        self.optimizer = build_optimizer(self.model, config.optim)
+        self.masker = Masker(config.masking.final, vocabulary, config.seed, self.model.encoder_sees_mask)
+        self.optimizer = build_optimizer(self.model, config.optim, precision)
         self.batches = TrainingBatches(
             train,
             self.masker,
             config.optim.batch_size,
             config.runtime.micro_batch_size,
             mask_on_device=config.runtime.backend.mask_and_pack not in ("auto", "host"),
+            rate=config.mask_rate,
         )
         step = TrainStep(self.model, self.optimizer, config.optim.clip_norm, precision)
         self.autocast = step.autocast
         self.step: TrainStep | GraphedStep = step
         if config.runtime.cuda_graph:
             check_recordable(device, self.masker, train.lengths)
+            require(
+                config.masking.rate_end is None,
+                "runtime.cuda_graph needs updates of one shape, and masking.rate_end changes the number of masked "
+                "tokens: remove one of the two",
+            )
             self.step = GraphedStep(step)
         self.rank_every, self.rank_batches = config.metrics.rank_every, list[PackedBatch]()
         if self.rank_every:
@@ -128,13 +135,7 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
     def updates(self) -> Iterator[list[PackedBatch]]:
         pin = self.device.type == "cuda"
         updates = training_updates(self.batches, self.progress.step, self.steps, self.config.runtime.workers, pin)
-        return on_device(updates, self._masked, self.device)
-
-    def _masked(self, batch: PackedBatch | RaggedBatch) -> PackedBatch:
-        if isinstance(batch, PackedBatch):
-            return batch
-        samples, epochs = torch.from_numpy(batch.samples), torch.from_numpy(batch.epochs)
-        return ops.mask_and_pack(batch.ids, batch.lengths.tolist(), samples, epochs, self.masker)
+        return on_device(updates, _masked, self.device)
 
     def update(self, micro_batches: list[PackedBatch]) -> tuple[_Update, Tensor]:
         progress, optim = self.progress, self.config.optim
@@ -229,6 +230,21 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
         sequences = len(inputs[0].decoder.lengths) if inputs else self.config.runtime.micro_batch_size
         remedy = "lower runtime.micro_batch_size (the update's batch stays the same)"
         return f"with micro-batches of {sequences} sequences: {remedy}"
+
+
+def _masked(update: Update) -> list[PackedBatch]:
+    if isinstance(update, PackedUpdate):
+        return update.micro_batches()
+    return [
+        ops.mask_and_pack(
+            batch.ids,
+            batch.lengths.tolist(),
+            torch.from_numpy(batch.samples),
+            torch.from_numpy(batch.epochs),
+            update.masker,
+        )
+        for batch in update.micro_batches()
+    ]
 
 
 @torch.no_grad()

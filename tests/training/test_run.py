@@ -75,6 +75,22 @@ def whole(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def test_a_deterministic_run_is_one_from_the_first_update_to_the_last(
+    store: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, update = [], Trainer.update
+
+    def watched(*arguments: Any) -> Any:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return update(*arguments)
+
+    monkeypatch.setattr(Trainer, "update", watched)
+    pretrain("tiny", config(runtime={"deterministic": True}), str(store), str(tmp_path / "run"))
+    assert seen == [True] * 8
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert_same(tmp_path / "run", whole)
+
+
 def assert_same(run: Path, whole: Path) -> None:
     assert rows(run) == rows(whole)
     mine, theirs = final_weights(run), final_weights(whole)
@@ -207,6 +223,46 @@ def test_resume_is_bitwise(
     printed = capsys.readouterr().out
     assert (f"resuming from step {cut - cut % 2}\n" in printed) == (cut > 1)  # else there is no checkpoint yet
     assert_same(out, whole)
+
+
+def fast_config(**runtime: Any) -> RunConfig:
+    """Muon, and masks that fall from 40% to 15% of 32 tokens."""
+    return config(optim={"name": "muon"}, masking={"rate": 0.4, "rate_end": 0.15}, runtime=runtime)
+
+
+@pytest.mark.parametrize("cut", [1, 4, 7])
+def test_resume_is_bitwise_with_muon_and_falling_masks(cut: int, store: Path, tmp_path: Path) -> None:
+    """And the masks are the schedule's, also of an update that is done again, and where they are drawn on the
+    device; validation masks at the last rate."""
+    pretrain("tiny", fast_config(), str(store), str(tmp_path / "whole"))
+    train = [row for row in rows(tmp_path / "whole") if row["kind"] == "train"]
+    falling = [round(rate * 32) for rate in (0.4, 0.4, 0.35, 0.3, 0.25, 0.25, 0.2, 0.15)]
+    assert [row["masked"] for row in train] == [12 * count for count in falling]
+    pretrain_until(cut, "tiny", fast_config(workers=1), str(store), str(tmp_path / "run"))
+    pretrain("tiny", fast_config(backend=BackendConfig(mask_and_pack="reference")), str(store), str(tmp_path / "run"))
+    assert_same(tmp_path / "run", tmp_path / "whole")
+    optimizers = [
+        load_file(tmp_path / run / "checkpoints" / "step_8" / "optimizer.safetensors") for run in ("run", "whole")
+    ]
+    assert optimizers[0].keys() == optimizers[1].keys()
+    assert all(torch.equal(optimizers[0][name], optimizers[1][name]) for name in optimizers[0])
+    assert "momentum.head.dense.weight" in optimizers[0]
+
+
+def test_validation_masks_at_the_last_rate(store: Path, tmp_path: Path) -> None:
+    """Whatever the rates before it: without a step, a model has the same validation loss."""
+    losses = []
+    for name, masking in (("falling", {"rate": 0.4, "rate_end": 0.15}), ("plain", {}), ("other", {"rate": 0.4})):
+        asked = config(optim={"max_steps": 1, "warmup_steps": 0, "lr": 1e-30}, masking=masking)
+        pretrain("tiny", asked, str(store), str(tmp_path / name))
+        losses.append([row["val_loss"] for row in rows(tmp_path / name) if row["kind"] == "validation"])
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_a_falling_rate_cannot_be_recorded(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "check_recordable", lambda *_: None)  # which would miss a GPU first
+    with pytest.raises(UserError, match=r"cuda_graph needs updates of one shape, and masking\.rate_end changes"):
+        pretrain("tiny", fast_config(cuda_graph=True), str(store), str(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -638,6 +694,25 @@ def test_a_model_is_initialised_by_the_seed_alone() -> None:
 def test_schedule() -> None:
     optim = OptimConfig(lr=1.0, warmup_steps=10, max_steps=110)
     assert [learning_rate(optim, k) for k in (0, 5, 10, 60, 109)] == pytest.approx([0, 0.5, 1.0, 0.5, 0.01])
+
+
+def test_mask_rates_of_updates() -> None:
+    """Equal steps of at most 0.05, as many updates each; the last of them at rate_end."""
+
+    def rates(masking: dict[str, Any], steps: int) -> list[float]:
+        run = config(masking=masking, optim={"max_steps": steps, "warmup_steps": 0})
+        return [run.mask_rate(update) for update in range(steps)]
+
+    assert rates({}, 3) == [0.15] * 3
+    falling = rates({"rate": 0.4, "rate_end": 0.15}, 12)
+    assert falling == [rate for rate in (0.4, 0.35, 0.3, 0.25, 0.2, 0.15) for _ in range(2)]
+    assert rates({"rate": 0.15, "rate_end": 0.22}, 3) == [0.15, 0.185, 0.22]
+    assert rates({"rate": 0.3, "rate_end": 0.3}, 2) == [0.3, 0.3]
+    assert rates({"rate": 0.4, "rate_end": 0.15}, 2) == [0.4, 0.25]  # fewer updates than steps
+    with pytest.raises(UserError, match=r"masking\.rate_end must lie between 0 and 1, not 1"):
+        config(masking={"rate_end": 1.0})
+    with pytest.raises(ValueError, match="a masker has one rate"):
+        Masker(config(masking={"rate_end": 0.2}).masking, VOCABULARY, 0, False)
 
 
 def test_decay_groups() -> None:

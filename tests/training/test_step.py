@@ -41,8 +41,8 @@ def batch_of(number: int, lengths: tuple[int, ...] = (64,) * 4, sees_mask: bool 
     return pack(rows, samples, np.zeros_like(samples), Masker(MaskingConfig(), VOCABULARY, 0, sees_mask))
 
 
-def train_step(clip_norm: float = 0.5, device: str = "cpu") -> TrainStep:
-    config = run_config()
+def train_step(clip_norm: float = 0.5, device: str = "cpu", optimizer: str = "adamw") -> TrainStep:
+    config = presets.change(run_config(), optim={"name": optimizer})
     torch.manual_seed(0)
     model = MaeLm(config.model).to(device).train()
     return TrainStep(model, build_optimizer(model, config.optim), clip_norm, "fp32")
@@ -106,11 +106,14 @@ def test_an_update_without_a_finite_gradient_changes_nothing(device: str, bad: f
     assert_alike(device, weights(twin), weights(step))
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny_cross", "roberta_tiny"])
-def test_the_host_reads_nothing_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [("tiny", "adamw"), ("tiny", "muon"), ("tiny_cross", "adamw"), ("roberta_tiny", "adamw")],
+)
+def test_the_host_reads_nothing_back(name: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake tensors have no values: whatever would make the host wait for one fails. The ops are the GPU's."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    config = run_config(name)
+    config = presets.change(run_config(name), optim={"name": optimizer})
     sees_mask = config.model.decoder == "none"
     updates = [[batch_of(n, sees_mask=sees_mask), batch_of(7, (5, 64), sees_mask)] for n in range(2)]
     with FakeTensorMode(allow_non_fake_inputs=True), ops.backends(**KERNELS):
@@ -170,8 +173,9 @@ def rerun(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return function
 
 
-def test_a_recorded_update_is_the_same_update() -> None:
-    plain, inner = train_step(), train_step()
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_recorded_update_is_the_same_update(optimizer: str) -> None:
+    plain, inner = train_step(optimizer=optimizer), train_step(optimizer=optimizer)
     rerun.calls = 0  # type: ignore[attr-defined]
     recorded = GraphedStep(inner, rerun)
     for update in range(6):

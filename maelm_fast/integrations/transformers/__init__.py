@@ -1,5 +1,6 @@
 """For transformers' models and loops. The names below are imported when they are first used, transformers with those
-that need it. Attention by name is registered by `import maelm_fast.integrations.transformers.attention`.
+that need it. Importing maelm_fast.integrations.transformers.attention registers the attention `maelm`, importing
+maelm_fast.integrations.transformers.modeling registers MAE-LM's classes.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ import importlib
 from typing import Any
 
 _PLACES = {
+    "MaeLmConfig": "modeling",
+    "MaeLmForPreTraining": "modeling",
     "MaskedTokenDataset": "collator",
     "PackedMaskingCollator": "collator",
 }
