@@ -25,6 +25,7 @@ constexpr const char* kOp = "attention";
 constexpr int64_t kBlockBytes = 96 << 10;  // scores of a block of queries
 constexpr int64_t kMostRows = 60;          // of a block
 constexpr int64_t kRowsOfTiles = 12;       // rows of whole tiles, at any width of vectors
+constexpr int64_t kRowsOfWindow = 24;      // of a block in a window: more see more keys that one of them does not
 constexpr int64_t kPiecesOfLine = 16;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -141,7 +142,7 @@ struct Call {
     const int64_t left = queries(s) - start, usual = std::min(block_rows(queries(s), padded(keys(s))), left);
     if (!distances.limited()) return {usual, {0, keys(s)}};
     const int32_t* from = q_positions + q_starts[s] + start;
-    const int64_t rows = std::min(kMostRows, left);
+    const int64_t rows = std::min(kRowsOfWindow, left);
     const Keys seen = extents.seen(from, rows, distances);
     if (rows * seen.width() * static_cast<int64_t>(sizeof(float)) <= kBlockBytes) return {rows, seen};
     return {usual, extents.seen(from, usual, distances)};

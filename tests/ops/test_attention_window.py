@@ -104,3 +104,14 @@ def test_only_a_line_with_both_ends_excluded_is_bounded() -> None:
     assert bias.within(80, 80).positions == 82
     with pytest.raises(UserError, match="reach 0 or more positions, not -1"):
         bias.within(3, -1)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU the host does not look")
+@pytest.mark.parametrize("places", [[3, 2, 5, 8], [2, 2, 5, 8], [2, 3, 5, 5]])
+def test_positions_that_do_not_ascend_are_an_error(places: list[int]) -> None:
+    """Kernels take the first and the last position of a tile for its least and its largest."""
+    q, bias = torch.randn(4, 2, 16), PositionBias(torch.zeros(2, 1), 9).within(2, 2)
+    layout = layout_of([2, 2], torch.tensor(places, dtype=torch.int32))
+    with pytest.raises(RuntimeError, match="must ascend within a sequence"):
+        attention(q, q, q, AttentionLayout(layout), bias)
+    attention(q, q, q, AttentionLayout(layout_of([2, 2], torch.tensor([3, 5, 1, 2], dtype=torch.int32))), bias)
