@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 __all__ = [
     "MaeLm",
     "MaeLmForPreTraining",
+    "MaskedTokenDataset",
     "PackedMaskingCollator",
     "TokenStore",
     "load",
@@ -25,7 +26,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run the functio
     from maelm_fast import ops, presets
     from maelm_fast.data.token_store import TokenStore
     from maelm_fast.encoders import load_encoder as load
-    from maelm_fast.integrations.transformers.collator import PackedMaskingCollator
+    from maelm_fast.integrations.transformers.collator import MaskedTokenDataset, PackedMaskingCollator
     from maelm_fast.integrations.transformers.modeling import MaeLmForPreTraining
     from maelm_fast.integrations.transformers.patch import patch, unpatch
     from maelm_fast.model.maelm import MaeLm
@@ -34,6 +35,7 @@ else:
     _WHERE = {
         "MaeLm": "model.maelm:MaeLm",
         "MaeLmForPreTraining": "integrations.transformers.modeling:MaeLmForPreTraining",
+        "MaskedTokenDataset": "integrations.transformers.collator:MaskedTokenDataset",
         "PackedMaskingCollator": "integrations.transformers.collator:PackedMaskingCollator",
         "TokenStore": "data.token_store:TokenStore",
         "load": "encoders:load_encoder",
