@@ -83,6 +83,8 @@ class Watch(threading.Thread):
     def missing(self) -> str | None:
         """Who is dead or behind, as "rank 3: last seen at step 812, waiting for data, 95 s ago"; None if another
         process has said it meanwhile. Takes some intervals, in which those that live write their heartbeats."""
+        if self.directory is None:
+            return "another process does not answer"
         for _ in range(3):
             if self._another_failed():
                 return None

@@ -216,37 +216,38 @@ _FLIGHT_RECORDER = {
 
 
 @contextlib.contextmanager
-def processes(runtime: RuntimeConfig) -> Iterator[Processes]:
-    """Those that torchrun's environment tells of; without it, this one. Leaves them again at the end of the block.
+def processes(runtime: RuntimeConfig, several: bool = True) -> Iterator[Processes]:
+    """Those that torchrun's environment tells of; without it, or unless `several`, this one alone. Leaves them again at
+    the end of the block.
 
     A UserError in one process ends all: it is raised in the first one that has one, with its rank, and the others exit
     with status 2 and say nothing. A process that has gone, or that hangs for runtime.parallel.timeout_s, is one too."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if not several or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Processes(choose_device(runtime))
         return
-    several = _Several(runtime)
-    watcher = several.watcher
+    group = _Several(runtime)
+    watcher = group.watcher
     watcher.start()
     try:
-        yield several
+        yield group
     except (Stopped, KeyboardInterrupt, SystemExit):
         watcher.end()
         raise
     except UserError as error:
         if watcher.first_to_fail():
-            raise UserError(f"rank {several.rank}: {error}") from None
+            raise UserError(f"rank {group.rank}: {error}") from None
         raise SystemExit(2) from None
     except Exception as error:
-        if several.is_loss_of_others(error):
+        if group.is_loss_of_others(error):
             missing = watcher.missing()
             if missing and watcher.first_to_fail():
-                raise UserError(f"{missing} (rank {several.rank} waited for it)") from None
+                raise UserError(f"{missing} (rank {group.rank} waited for it)") from None
             raise SystemExit(2) from None
         watcher.first_to_fail()  # no input is to blame: with its traceback
-        error.add_note(f"in rank {several.rank}")
+        error.add_note(f"in rank {group.rank}")
         raise
     watcher.end()
-    several.dist.destroy_process_group()
+    group.dist.destroy_process_group()
 
 
 def whole(tensor: Tensor) -> Tensor:

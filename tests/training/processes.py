@@ -102,7 +102,7 @@ def main(plan: str) -> int:
     runtime = RuntimeConfig(device="cpu", parallel=ParallelConfig(timeout_s=TIMEOUT_S))
     try:
         with processes(runtime) as group:
-            job.processes = lambda _: contextlib.nullcontext(group)  # type: ignore[assignment]  # one for all runs
+            job.processes = lambda *_: contextlib.nullcontext(group)  # type: ignore[assignment]  # one for all runs
             for case in json.loads(Path(plan).read_text()):
                 run(group, case)
     except UserError as error:

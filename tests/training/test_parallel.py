@@ -20,7 +20,7 @@ import torch
 
 from maelm_fast import ops
 from maelm_fast.batch import PackedBatch
-from maelm_fast.config import MaskingConfig, ModelConfig
+from maelm_fast.config import MaskingConfig, ModelConfig, RuntimeConfig
 from maelm_fast.data.loader import TrainingBatches
 from maelm_fast.data.masking import pack
 from maelm_fast.data.token_store import TokenStore
@@ -29,7 +29,7 @@ from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training import heartbeat
 from maelm_fast.training.heartbeat import Watch
-from maelm_fast.training.parallel import Processes
+from maelm_fast.training.parallel import Processes, processes
 from maelm_fast.training.rundir import RunDir
 from maelm_fast.training.step import check_recordable
 from tests.training.processes import TIMEOUT_S, run
@@ -107,6 +107,17 @@ def test_what_share_of_the_ranks_is_idle(world: int, micro: int, idle: float, be
 def test_several_processes_record_no_graph() -> None:
     with pytest.raises(UserError, match=r"needs a run of one process; or set runtime\.cuda_graph=false"):
         check_recordable(torch.device("cuda"), MASKER, [64], world=2)
+
+
+def test_only_who_asks_for_it_joins_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`maelm-fast paper` under torchrun: each process has units of work of its own."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    runtime = RuntimeConfig(device="cpu")
+    with processes(runtime, several=False) as group:
+        assert (group.rank, group.world) == (0, 1)
+    said = "cannot reach the other processes: .* RANK .*; start them with torchrun"
+    with pytest.raises(UserError, match=said), processes(runtime):
+        pass
 
 
 class Flags:
