@@ -24,7 +24,7 @@ from maelm_fast.errors import UserError
 from maelm_fast.model.block import Block
 from maelm_fast.stop import Stopped
 from maelm_fast.training.hardware import choose_device
-from maelm_fast.training.heartbeat import Watch
+from maelm_fast.training.heartbeat import Watch, interval
 
 T = TypeVar("T")
 Forward = Callable[..., tuple[Tensor, Tensor]]
@@ -108,7 +108,8 @@ class _Several(Processes):
             torch.cuda.set_device(self.device)
             for name, value in _FLIGHT_RECORDER.items():
                 os.environ.setdefault(name, value)
-        timeout = timedelta(seconds=runtime.parallel.timeout_s)
+        ours = runtime.parallel.timeout_s
+        timeout = timedelta(seconds=ours + 4 * interval(ours))  # the watch, who knows more, speaks first
         try:
             store, self.rank, self.world = next(rendezvous("env://", timeout=timeout))
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "cpu:gloo"
@@ -118,7 +119,8 @@ class _Several(Processes):
             raise UserError(f"cannot reach the other processes: {text}; start them with torchrun") from None
         self.strategy = "ddp" if runtime.parallel.strategy == "auto" else runtime.parallel.strategy
         flags = store.clone()  # a client of its own, since the watch is a thread
-        self.watcher = Watch(self.rank, self.world, flags, runtime.parallel.timeout_s)
+        grace = 30.0 if self.device.type == "cuda" else 5.0  # in which NCCL writes what it recorded
+        self.watcher = Watch(self.rank, self.world, flags, ours, grace)
         if not self.is_main:
             logging.getLogger("maelm_fast").setLevel(logging.ERROR)  # the main one says it for all
 
@@ -230,7 +232,11 @@ def processes(runtime: RuntimeConfig, several: bool = True) -> Iterator[Processe
     watcher.start()
     try:
         yield group
-    except (Stopped, KeyboardInterrupt, SystemExit):
+    except Stopped:
+        watcher.end()
+        group.dist.destroy_process_group()
+        raise
+    except (KeyboardInterrupt, SystemExit):
         watcher.end()
         raise
     except UserError as error:
