@@ -28,6 +28,7 @@ from benchmarks.goals import (
     FLEX_GOAL,
     GOALS,
     LOADER_GOAL,
+    PATCH_GOALS,
     judged,
     place,
 )
@@ -66,11 +67,19 @@ TRAINERS = {
     "hf": "Hugging Face Trainer, batches padded to their longest",
     "hf_grouped": "Hugging Face Trainer, batches of like length",
 }
+PATCHED = {
+    "patched": "patched",
+    "attention": "attention `maelm` by name alone",
+    "sdpa": "as it comes, sdpa attention",
+    "eager": "as it comes, eager attention",
+    "flash_attention_2": "as it comes, flash attention",
+}
+STOCK = ("sdpa", "eager", "flash_attention_2")
 PEERS = ("hf", "hf_eager", "hf_flash", "modernbert", "padded")
 OVER = ("hf", "hf_compiled", "padded", "roberta_base")  # whom the tables compare with
 REGIONS = {
     "README.md": ("headline",),
-    "benchmarks/README.md": ("train_step", "finetune", "ops", "attention", "loader", "projection"),
+    "benchmarks/README.md": ("train_step", "patch", "finetune", "ops", "attention", "loader", "projection"),
     "kernels/README.md": ("executed",),
 }
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -462,6 +471,41 @@ def finetune_tables(rows: Sequence[Row]) -> Iterator[Table]:
         yield Table(title, header, cells, notes)
 
 
+def patch_tables(rows: Sequence[Row]) -> Iterator[Table]:
+    """The goal is over the faster of the attentions that transformers has."""
+    setting = ("device", "precision", "layers", "hidden_size", "vocab", "dropout")
+    newest = newest_rows(rows, [*setting, "mix", "batch"])
+    for group in grouped(newest, *setting).values():
+        cells, first = list[list[str]](), group[0]
+        for mix, own in grouped(group, "mix").items():
+            ours = next(row for row in own if row["contestant"] == "patched")
+            over = [ours["ratios"][name]["median"] for name in STOCK if name in ours["ratios"]]
+            for row in own:
+                name = row["contestant"]
+                texts = f"{mix[0]}: {row['batch']} of {row['mean_length']:.0f} tokens, {row['padding']:.0%} padding"
+                goal = PATCH_GOALS[mix[0]] if name == "patched" and place(row) == "cpu" else None
+                cells.append(
+                    [
+                        texts,
+                        PATCHED[name],
+                        spread(row["tokens_per_s"], ",.0f"),
+                        spread(ours["ratios"].get(name)),
+                        spread((ours["cpu_ratios"] or {}).get(name)),
+                        judged("over the faster stock ", min(over, default=None), goal) if goal else "",
+                    ]
+                )
+        header = ["batches", "", "tokens/s", "patched over it", "in CPU seconds", "goal"]
+        shape = f"{first['layers']} layers of {first['hidden_size']}"
+        texts = "real texts" if first["texts"] == "real" else "lengths of real texts, random tokens"
+        notes = [
+            f"{machines(group)}, transformers {first['transformers']}, load {first['load']}, {run(first)}; {texts}, "
+            f"dropout {first['dropout']:g}; {counted(first['rounds'], 'round')} in turns, median [quartiles]; "
+            f"`python -m benchmarks.patch{' --data TEXTS' if first['texts'] == 'real' else ''}`."
+        ]
+        title = f"Hugging Face RoBERTa patched, {first['device']}, {first['precision']}, {shape}"
+        yield Table(title, header, cells, notes)
+
+
 def executed_tables(rows: Sequence[Row]) -> Iterator[Table]:
     """One table for all versions of Triton: counts of PTX, no times."""
     case = ("kernel", "shape", "dropout", "bias", "unit")
@@ -505,6 +549,7 @@ def tables(results: Results, region: str) -> list[Table]:
         "loader": loader_tables,
         "projection": projection_tables,
         "finetune": finetune_tables,
+        "patch": patch_tables,
         "executed": executed_tables,
     }
     return list(makers[region](rows))

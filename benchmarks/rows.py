@@ -18,7 +18,7 @@ from benchmarks.classes import CLASSES
 from maelm_fast.errors import UserError
 
 # a file is called FORMAT.jsonl or FORMAT_*.jsonl
-FORMATS = ("train_step", "ops", "attention", "loader", "scaling", "projection", "finetune", "executed")
+FORMATS = ("train_step", "ops", "attention", "loader", "scaling", "projection", "finetune", "executed", "patch")
 PHASES = ("data", "forward", "backward", "optimizer")
 SETTING = ("device", "precision", "batch", "seq", "rate", "lengths")  # of a case, with its dropout and bias
 GPU = "NVIDIA"  # what the name of every GPU begins with
@@ -163,6 +163,26 @@ OTHERS: Mapping[str, Mapping[str, Check]] = {
         "examples_per_s": is_quartiles,
         "ratios": by_name(is_quartiles),
         "results": lambda value: isinstance(value, list) and all(is_number(v) for v in value),
+    },
+    "patch": {
+        **MACHINE,
+        "transformers": is_text,
+        "precision": is_text,
+        "layers": is_number,
+        "hidden_size": is_number,
+        "vocab": is_number,
+        "dropout": is_number,
+        "texts": is_text,
+        "mix": is_text,
+        "batch": is_number,
+        "mean_length": is_number,
+        "padding": is_number,
+        "rounds": is_number,
+        "gate": by_name(is_number),
+        "contestant": is_text,
+        "tokens_per_s": is_quartiles,
+        "ratios": by_name(is_quartiles),
+        "cpu_ratios": or_null(by_name(is_quartiles)),
     },
     "executed": {
         "date": is_date,
