@@ -91,7 +91,7 @@ class Watch(threading.Thread):
         if self.directory is None:
             return "another process does not answer"
         for _ in range(3):
-            if self._another_failed():
+            if self._another_failed(no_answer=True):
                 return None
             self._beat()
             time.sleep(self.interval)
@@ -131,10 +131,11 @@ class Watch(threading.Thread):
             time.sleep(0.1)
         return None
 
-    def _another_failed(self) -> bool:
+    def _another_failed(self, no_answer: bool = False) -> bool:
+        """no_answer: what it is if the store has gone, with torchrun or with the machine that had it."""
         with contextlib.suppress(Exception):
             return bool(self._first is None and self.flags.check([_FAILED]))
-        return False
+        return no_answer
 
     def _leave(self) -> None:
         if not self._ended.wait(self.grace_s):

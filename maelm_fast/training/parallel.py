@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from maelm_fast.config import RuntimeConfig, require
 from maelm_fast.errors import UserError
 from maelm_fast.model.block import Block
+from maelm_fast.model.maelm import MaeLm
 from maelm_fast.stop import Stopped
 from maelm_fast.training.hardware import choose_device
 from maelm_fast.training.heartbeat import Watch, interval
@@ -82,11 +83,10 @@ class Processes:
         else. Each process makes it."""
         return self
 
-    @contextlib.contextmanager
-    def whole_parameters(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the model's parameters are whole everywhere and any of its methods may be called, by one process
-        alone too."""
-        yield
+    def whole_model(self, model: MaeLm) -> MaeLm:
+        """The model, or a copy with whole parameters where these are in parts: to be called by any process, as often as
+        it likes, without the others. Everyone makes it."""
+        return model
 
     def watch(self, directory: Path) -> None:
         """From now on keep a heartbeat in that directory, for the error that names who is missing."""
@@ -193,18 +193,18 @@ class _Several(Processes):
     def beside(self) -> Processes:
         return _Beside(self)
 
-    @contextlib.contextmanager
-    def whole_parameters(self, model: nn.Module) -> Iterator[None]:
-        from torch.distributed.fsdp import FSDPModule
-
-        parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for part in parts:
-            part.unshard()
-        try:
-            yield
-        finally:
-            for part in parts:
-                part.reshard()
+    def whole_model(self, model: MaeLm) -> MaeLm:
+        """A copy under FSDP2, since it would prefetch for a backward pass what was seen in a forward pass, and hang if
+        ranks have not seen the same."""
+        if self.strategy == "ddp":
+            return model
+        with torch.device("meta"):
+            copy = MaeLm(model.config, model.mask_id)
+        copy.load_state_dict({name: whole(tensor) for name, tensor in model.state_dict().items()}, assign=True)
+        for name, buffer in model.named_buffers():
+            path, _, own = name.rpartition(".")
+            copy.get_submodule(path).register_buffer(own, buffer, persistent=False)
+        return copy
 
     def watch(self, directory: Path) -> None:
         self.from_main(lambda: self.watcher.clear(directory))
