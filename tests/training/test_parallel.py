@@ -270,8 +270,8 @@ def test_three_processes_compute_what_one_does(
     that one rank is asked for, after which the other engine goes on."""
     plan = [
         case(document_store, tmp_path / "ddp", 3, 5, "ddp", nan=[1, 2]),
-        case(store, tmp_path / "fsdp", 6, 8, "fsdp", stop=[1, 5]),
-        case(store, tmp_path / "fsdp", 6, 8, "ddp"),
+        case(store, tmp_path / "fsdp", 12, 8, "fsdp", stop=[1, 5]),
+        case(store, tmp_path / "fsdp", 12, 8, "ddp"),
     ]
     together(3, lambda: main(written(plan, tmp_path)))
     output = capfd.readouterr().out
@@ -279,7 +279,7 @@ def test_three_processes_compute_what_one_does(
         assert f"rank {rank} stopped after 7 with status 143\n" in output
     assert output.count("resuming from step 7\n") == 1
     assert re.search(r"on 3 x .* \(fsdp\)", output)
-    assert "33% of the 3 processes' time is idle" in output
+    assert "67% of the 3 processes' time is idle" in output
     assert "--runtime.micro-batch-size 4 it is 0%" in output
     for there in plan[:2]:
         assert_alike(Path(there["out"]), by_one(there, Path(there["out"] + "_alone")))
