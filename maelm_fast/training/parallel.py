@@ -273,8 +273,7 @@ def processes(runtime: RuntimeConfig, several: bool = True) -> Iterator[Processe
             if missing and watcher.first_to_fail():
                 raise UserError(f"{missing} (rank {group.rank} waited for it)") from None
             raise SystemExit(2) from None
-        watcher.first_to_fail()  # no input is to blame: with its traceback
-        error.add_note(f"in rank {group.rank}")
+        watcher.first_to_fail()  # no input is to blame: with its traceback, to which PyTorch adds the rank
         raise
     watcher.end()
     group.dist.destroy_process_group()

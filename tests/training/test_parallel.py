@@ -363,5 +363,5 @@ def test_who_fails_is_named_and_all_end(wrong: str, strategy: str, store: Path, 
         assert re.search(r"rank +: 1 \(local_rank: 1\)\n +exitcode +: -9", output.partition("Root Cause")[2])
         assert all(line.startswith("error: rank 1: last seen at step 4") for line in said)
     else:
-        assert output.count("ZeroDivisionError: a mistake of ours\nin rank 1\n") == 1
+        assert output.count("[rank1]: ZeroDivisionError: a mistake of ours\n") == 1
         assert not said
