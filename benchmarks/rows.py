@@ -100,6 +100,7 @@ TIMED: Mapping[str, Check] = {  # unless it was skipped
     "kernels": or_null(by_name(is_number, tuple(CLASSES))),
     "joules_per_mtoken": or_null(is_number),
     "recompiles": or_null(is_number),
+    "step_ms": or_null(has_numbers("p50", "p99", "steps")),
 }
 OTHERS: Mapping[str, Mapping[str, Check]] = {
     "ops": {
@@ -303,6 +304,7 @@ def read_cases(path: Path, name: str) -> tuple[list[Case], int]:
         if "ratio_to_hf" in row:
             old += 1
             continue
+        row.setdefault("step_ms", None)  # rows of before 2026-11-23 lack it
         check(row, TIMED if row.get("skipped") is None else CONTESTANT, where)
         case = cases.setdefault((row["date"], *(row[f] for f in SETTING)), Case())
         if row["model"] in case.rows and case.rows[row["model"]].get("rounds") == row.get("rounds"):

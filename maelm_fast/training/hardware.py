@@ -34,7 +34,7 @@ def choose_precision(runtime: RuntimeConfig, device: torch.device) -> str:
     """ "bf16" or "fp32". auto is bf16, except on a device that computes bf16 products slower than fp32 ones: a CPU
     without instructions for them, a GPU older than sm_80."""
     if device.type == "cuda":
-        bf16_is_fast, lacking = torch.cuda.get_device_capability(device) >= (8, 0), "this GPU is older than sm_80 and"
+        bf16_is_fast, lacking = gpu_has_bf16(device), "this GPU is older than sm_80 and"
     else:
         bf16_is_fast, lacking = cpu_has_bf16(), "this CPU"
     if runtime.precision == "bf16" and not bf16_is_fast:
@@ -67,6 +67,12 @@ def deterministic(asked: bool) -> Iterator[None]:
         products.allow_bf16_reduced_precision_reduction = reduced
 
 
+def gpu_has_bf16(device: torch.device) -> bool:
+    """Whether it is an A100 or newer; one that is not here, of which a benchmark lists what it would run, is taken to
+    be."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def cpu_has_bf16() -> bool:
     """Whether this CPU multiplies bf16 matrices in hardware that PyTorch uses (AVX-512 BF16, AMX, or Arm's BF16)."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and _cpu_flags_have_bf16()
@@ -89,10 +95,15 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Of a GPU, from whatever library, or of a CPU."""
-    said = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in said or "allocate memory" in said
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Of a GPU, from whatever library, or of a CPU; also one that another error came out of, as that of a recording
+    that it broke off."""
+    while error is not None:
+        said = str(error)
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in said or "allocate memory" in said:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def environment(device: torch.device, precision: str) -> dict[str, Any]:
