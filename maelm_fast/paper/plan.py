@@ -25,7 +25,13 @@ from maelm_fast.paper.downstream import FineTuning, Found, Unit, finetunings, pr
 from maelm_fast.paper.scales import Corpus, Scale, Setting
 
 PRETRAINING = "pretraining"
-_LATER = (("masking", "rate_end"), ("optim", "name"), ("optim", "muon_lr"))
+_LATER = (
+    ("masking", "rate_end"),
+    ("optim", "name"),
+    ("optim", "muon_lr"),
+    ("optim", "schedule"),
+    ("optim", "cooldown_steps"),
+)
 """Fields that came when there were runs already: at their defaults they are no part of a cell's hash."""
 
 
