@@ -310,6 +310,9 @@ class RuntimeConfig:
     cuda_graph: bool = False
     """Record an update as a CUDA graph and replay it: for small models, where launching kernels takes longer than
     running them. Needs samples of one length, a fixed mask count and a GPU."""
+    deterministic: bool = False
+    """On a GPU too, the same bits every time: table gradients are added in a fixed order, which is slower, and what
+    has no such order is refused. A CPU gives the same bits anyway."""
     workers: int = 0
     """Loader processes. The batches are the same for every number."""
     log_every: int = 10

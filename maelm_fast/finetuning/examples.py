@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,30 +31,36 @@ _LARGEST = float(np.finfo(np.float32).max)  # scores are kept in fp32
 
 
 @dataclass(frozen=True)
-class Examples:
-    """One split of a classification or regression task."""
-
+class _Split:
     task: Task
     split: str
     source: str
     """The file or files, or the dataset."""
     ids: list[str]
-    texts: tuple[list[str], ...]
-    """One list of n strings for each of the task's text columns."""
-    labels: NDArray
-    """(n,) int64 classes, or float32 raw scores."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def take(self, indices: NDArray[np.int64] | Sequence[int]) -> Examples:
+    def take(self, indices: NDArray[np.int64] | Sequence[int]) -> Self:
         places = np.asarray(indices, np.int64)
-        return replace(
-            self,
-            ids=[self.ids[i] for i in places],
-            texts=tuple([column[i] for i in places] for column in self.texts),
-            labels=self.labels[places],
-        )
+
+        def taken(column: Any) -> Any:
+            if isinstance(column, tuple):
+                return tuple(map(taken, column))
+            return column[places] if isinstance(column, np.ndarray) else [column[i] for i in places]
+
+        columns = vars(self).keys() - {"task", "split", "source"}
+        return replace(self, **{name: taken(getattr(self, name)) for name in columns})
+
+
+@dataclass(frozen=True)
+class Examples(_Split):
+    """One split of a classification or regression task."""
+
+    texts: tuple[list[str], ...]
+    """One list of n strings for each of the task's text columns."""
+    labels: NDArray
+    """(n,) int64 classes, or float32 raw scores."""
 
 
 @dataclass(frozen=True)
@@ -65,43 +71,47 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class SpanExamples:
+class SpanExamples(_Split):
     """One split of a SQuAD-like task."""
 
-    task: Task
-    split: str
-    source: str
-    ids: list[str]
     questions: list[str]
     contexts: list[str]
     titles: list[str]
     answers: list[tuple[Answer, ...]]
     """() is unanswerable."""
 
-    def __len__(self) -> int:
-        return len(self.ids)
+    @property
+    def texts(self) -> tuple[list[str], ...]:
+        return self.questions, self.contexts
 
-    def take(self, indices: NDArray[np.int64] | Sequence[int]) -> SpanExamples:
-        places = np.asarray(indices, np.int64)
-        return replace(
-            self,
-            ids=[self.ids[i] for i in places],
-            questions=[self.questions[i] for i in places],
-            contexts=[self.contexts[i] for i in places],
-            titles=[self.titles[i] for i in places],
-            answers=[self.answers[i] for i in places],
-        )
+
+Split = Examples | SpanExamples
 
 
 @dataclass(frozen=True)
 class TaskData:
     task: Task
     """With the classes, or the range of scores, that the training file has."""
-    train: Examples | SpanExamples
-    validation: dict[str, Examples | SpanExamples]
+    train: Split
+    validation: dict[str, Split]
     """By split, in the task's order; the first selects."""
     notes: tuple[str, ...]
     """What was taken from where, what is missing or not official, what was left out or repaired, with counts."""
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        """All of them, training first."""
+        return {TRAIN: self.train, **self.validation}
+
+    def limited(self, train: int | None = None, validation: int | None = None, why: str = "") -> TaskData:
+        """At most so many examples of a split, fixed pseudo-random ones in their own order, which is noted."""
+        splits, notes = self.splits, list(self.notes)
+        for name, split in splits.items():
+            limit = train if name == TRAIN else validation
+            if limit is not None and limit < len(split):
+                notes.append(f"{name}: {limit:,} of its {len(split):,} examples, a fixed random choice{why}")
+                splits[name] = split.take(subset(limit, len(split)))
+        return TaskData(self.task, splits.pop(TRAIN), splits, tuple(notes))
 
 
 def read_task(
@@ -129,29 +139,30 @@ def read_task(
                 f"{split}: {len(examples[split]):,} examples where the official split has {official:,}: "
                 f"results do not compare with published ones"
             )
-    trained = examples.pop(TRAIN)
-    if limit is not None and limit < len(trained):
-        notes.append(f"train: {limit:,} of its {len(trained):,} examples, a fixed random choice (--limit)")
-        trained = trained.take(subset(limit, len(trained)))
-    for split, part in {TRAIN: trained, **examples}.items():
-        if isinstance(part, Examples) and task.kind == "classification":
-            counts = np.bincount(part.labels, minlength=len(task.labels))
-            if absent := [name for name, count in zip(task.labels, counts, strict=True) if not count]:
-                notes.append(f"{split}: no example of class {listed(absent)}")
-    return TaskData(task, trained, examples, tuple(notes))
+    read = TaskData(task, examples.pop(TRAIN), examples, tuple(notes)).limited(limit, why=" (--limit)")
+    absent = []
+    for split, part in read.splits.items() if task.kind == "classification" else ():
+        assert isinstance(part, Examples)
+        counts = np.bincount(part.labels, minlength=len(task.labels))
+        if names := [name for name, count in zip(task.labels, counts, strict=True) if not count]:
+            absent.append(f"{split}: no example of class {listed(names)}")
+    return replace(read, notes=(*read.notes, *absent))
+
+
+def _cells(tables: list[Table], column: str) -> Iterator[tuple[Table, int, Any]]:
+    """(table, row, value) of a column, file after file."""
+    for table in tables:
+        for row, value in enumerate(table.columns[column]):
+            yield table, row, value
 
 
 def _complete(task: Task, tables: dict[str, list[Table]], notes: list[str]) -> Task:
     """A task of the user's own with the classes or the range of scores that its training file has."""
+    column, labels = task.label_column, _cells(tables[TRAIN], task.label_column)
     if task.kind == "classification" and not task.labels:
-        column = task.label_column
         described = {names for table in tables[TRAIN] if (names := table.class_names.get(column))}
         require(len(described) <= 1, f"the training files describe different classes in '{column}': write them alike")
-        found = {
-            _class_name(value, table.class_names.get(column), table, row)
-            for table in tables[TRAIN]
-            for row, value in enumerate(table.columns[column])
-        }
+        found = {_class_name(column, *cell) for cell in labels}
         numbers = [name for name in found if _NUMBER.fullmatch(name)]
         whole = all(_WHOLE.fullmatch(name) for name in found)
         require(
@@ -163,52 +174,34 @@ def _complete(task: Task, tables: dict[str, list[Table]], notes: list[str]) -> T
         notes.append(f"{len(names)} classes in column '{column}' of the training data: {listed(names)}")
         return with_labels(task, names)
     if task.kind == "regression" and task.label_range is None:
-        scores = [
-            _score(value, table, row, None)
-            for table in tables[TRAIN]
-            for row, value in enumerate(table.columns[task.label_column])
-        ]
+        scores = [_score(None, *cell) for cell in labels]
         low, high = min(scores), max(scores)
         require(
             low < high,
-            f"every label in column '{task.label_column}' of {tables[TRAIN][0].source} is {low:g}: "
+            f"every label in column '{column}' of {tables[TRAIN][0].source} is {low:g}: "
             f"there is nothing to learn; name another column with --label-column",
         )
-        notes.append(f"scores in column '{task.label_column}' of the training data range from {low:g} to {high:g}")
+        notes.append(f"scores in column '{column}' of the training data range from {low:g} to {high:g}")
         return with_range(task, (low, high))
     return task
 
 
 def _examples(
     task: Task, split: str, tables: list[Table], allowed: tuple[float, float] | None, notes: list[str]
-) -> Examples | SpanExamples:
+) -> Split:
     """allowed: the range of scores if it was given and not found in the training data."""
     ids = _ids(task, split, tables, notes)
-    texts = tuple([text for table in tables for text in _texts(task, column, table)] for column in task.text_columns)
-    source = ", ".join(table.source for table in tables)
+    texts = _texts(task, split, tables, notes)
+    source, cells = ", ".join(table.source for table in tables), _cells(tables, task.label_column)
     if task.kind == "spans":
         titles = [str(title or "") for table in tables for title in table.columns.get("title", [""] * len(table))]
         contexts = {context: context for context in texts[1]}  # questions of a passage share one string
-        return SpanExamples(
-            task=task,
-            split=split,
-            source=source,
-            ids=ids,
-            questions=texts[0],
-            contexts=[contexts[context] for context in texts[1]],
-            titles=titles,
-            answers=_answers(task, split, tables, texts[1], notes),
-        )
-    _require_texts(task, split, tables, texts, notes)
+        shared = [contexts[context] for context in texts[1]]
+        return SpanExamples(task, split, source, ids, texts[0], shared, titles, _answers(split, cells, shared, notes))
     if task.kind == "regression":
-        scores = [
-            _score(value, table, row, allowed)
-            for table in tables
-            for row, value in enumerate(table.columns[task.label_column])
-        ]
-        labels: NDArray = np.array(scores, np.float32)
+        labels: NDArray = np.array([_score(allowed, *cell) for cell in cells], np.float32)
     else:
-        labels = np.concatenate([_classes(task, table) for table in tables])
+        labels = _classes(task, cells)
     return Examples(task, split, source, ids, texts, labels)
 
 
@@ -243,45 +236,37 @@ def _ids(task: Task, split: str, tables: list[Table], notes: list[str]) -> list[
     return ids
 
 
-def _texts(task: Task, column: str, table: Table) -> list[str]:
-    """The column, checked to hold text; only questions and passages are checked not to be empty."""
-    values = table.columns[column]
-    for row, value in enumerate(values):
-        if not isinstance(value, str):
-            kind = "null" if value is None else f"{type(value).__name__} {str(value)[:40]}"
-            raise UserError(f"{table.where(row)}: '{column}' is not text but {kind}: mend or remove the row")
-        if task.kind == "spans" and not value.strip():
-            raise UserError(f"{table.where(row)}: '{column}' is empty: mend or remove the row")
-        if not value.isascii():
-            try:
-                value.encode()
-            except UnicodeEncodeError:
-                raise UserError(
-                    f"{table.where(row)}: '{column}' holds half a surrogate pair: mend or remove the row"
-                ) from None
-    return values
-
-
-def _require_texts(task: Task, split: str, tables: list[Table], texts: tuple[list[str], ...], notes: list[str]) -> None:
-    places = [(table, row) for table in tables for row in range(len(table))]
+def _texts(task: Task, split: str, tables: list[Table], notes: list[str]) -> tuple[list[str], ...]:
+    """The text columns, checked to hold text; which some tasks have pairs without."""
+    texts = tuple([_text(column, *cell) for cell in _cells(tables, column)] for column in task.text_columns)
     half_empty = 0
-    for (table, row), row_texts in zip(places, zip(*texts, strict=True), strict=True):
-        empty = [column for column, text in zip(task.text_columns, row_texts, strict=True) if not text.strip()]
-        if not empty:
-            continue
-        tolerated = task.may_be_empty and len(empty) < len(row_texts)
-        require(tolerated, f"{table.where(row)}: '{empty[0]}' is empty: mend or remove the row")
-        half_empty += 1
+    for (table, row, _), row_texts in zip(_cells(tables, task.label_column), zip(*texts, strict=True), strict=True):
+        if empty := [column for column, text in zip(task.text_columns, row_texts, strict=True) if not text.strip()]:
+            tolerated = task.may_be_empty and len(empty) < len(row_texts)
+            require(tolerated, f"{table.where(row)}: '{empty[0]}' is empty: mend or remove the row")
+            half_empty += 1
     if half_empty:
         notes.append(
-            f"{split}: {half_empty:,} of {len(places):,} rows have an empty text and are read as they are, "
+            f"{split}: {half_empty:,} of {len(texts[0]):,} rows have an empty text and are read as they are, "
             f"as the official data has some"
         )
+    return texts
 
 
-def _class_name(value: Any, described: tuple[str, ...] | None, table: Table, row: int) -> str:
-    """A label as a class's name, or as the digits of its id. described: the names that the file gives to ids."""
-    where = table.where(row)
+def _text(column: str, table: Table, row: int, value: Any) -> str:
+    if not isinstance(value, str):
+        kind = "null" if value is None else f"{type(value).__name__} {str(value)[:40]}"
+        raise UserError(f"{table.where(row)}: '{column}' is not text but {kind}: mend or remove the row")
+    try:
+        value.isascii() or value.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{table.where(row)}: '{column}' holds half a surrogate pair: mend or remove the row") from None
+    return value
+
+
+def _class_name(column: str, table: Table, row: int, value: Any) -> str:
+    """A label as a class's name, or as the digits of its id: the name, where the file gives names to ids."""
+    where, described = table.where(row), table.class_names.get(column, ())
     _require_label(value, where)
     if isinstance(value, float) and value.is_integer():  # integers with nulls among them become floats in pandas
         value = int(value)
@@ -291,7 +276,7 @@ def _class_name(value: Any, described: tuple[str, ...] | None, table: Table, row
         )
     if isinstance(value, str) and (whole := _AS_FLOAT.fullmatch(value.strip())):
         value = whole[1]
-    if described and isinstance(value, int) and 0 <= value < len(described):
+    if isinstance(value, int) and 0 <= value < len(described):
         return described[value]
     return str(value).strip()
 
@@ -302,16 +287,15 @@ def _require_label(value: Any, where: str) -> None:
         raise UserError(f"{where} has no label: label or remove the row")
 
 
-def _classes(task: Task, table: Table) -> NDArray[np.int64]:
+def _classes(task: Task, cells: Iterable[tuple[Table, int, Any]]) -> NDArray[np.int64]:
     """(n,) ids of the classes: of their names, or ids as they stand unless names are numbers themselves."""
     ids = {name: i for i, name in enumerate(task.labels)}
     by_id = not any(_WHOLE.fullmatch(name) for name in task.labels)
     if by_id:
         ids |= {str(i): i for i in range(len(task.labels))}
-    described = table.class_names.get(task.label_column)
-    labels = np.empty(len(table), np.int64)
-    for row, value in enumerate(table.columns[task.label_column]):
-        name = _class_name(value, described, table, row)
+    labels = []
+    for table, row, value in cells:
+        name = _class_name(task.label_column, table, row, value)
         if name not in ids:
             require(
                 not (task.official and name == "-1"),
@@ -322,11 +306,11 @@ def _classes(task: Task, table: Table) -> NDArray[np.int64]:
                 f"{table.where(row)}: unknown label '{name[:40]}': the classes are {listed(task.labels)}"
                 + (f", or their ids from 0 to {len(task.labels) - 1}" if by_id else "")
             )
-        labels[row] = ids[name]
-    return labels
+        labels.append(ids[name])
+    return np.array(labels, np.int64)
 
 
-def _score(value: Any, table: Table, row: int, allowed: tuple[float, float] | None) -> float:
+def _score(allowed: tuple[float, float] | None, table: Table, row: int, value: Any) -> float:
     where = table.where(row)
     _require_label(value, where)
     try:
@@ -344,14 +328,13 @@ def _score(value: Any, table: Table, row: int, allowed: tuple[float, float] | No
 
 
 def _answers(
-    task: Task, split: str, tables: list[Table], contexts: list[str], notes: list[str]
+    split: str, cells: Iterable[tuple[Table, int, Any]], contexts: list[str], notes: list[str]
 ) -> list[tuple[Answer, ...]]:
-    places = [(table, row) for table in tables for row in range(len(table))]
     moved = missing = 0
     result = []
-    for (table, row), context in zip(places, contexts, strict=True):
+    for (table, row, value), context in zip(cells, contexts, strict=True):
         answers = []
-        for text, stated in _answer_pairs(table.columns[task.label_column][row], table.where(row)):
+        for text, stated in _answer_pairs(value, table.where(row)):
             start = stated if stated >= 0 and context.startswith(text, stated) else context.find(text)
             require(
                 start >= 0 or split != TRAIN,
@@ -361,7 +344,7 @@ def _answers(
             moved += 0 <= start != stated
             answers.append(Answer(text, start))
         result.append(tuple(answers))
-    given = sum(len(answers) for answers in result)
+    given = sum(map(len, result))
     if moved:
         notes.append(
             f"{split}: {moved:,} of {given:,} answers are not at their offset; their first occurrence is taken"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from maelm_fast.config import to_dict
 from maelm_fast.data.files import checksum_of_given
+from maelm_fast.encoders import Engine, TextEncoder, load_encoder
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
-from maelm_fast.finetuning.examples import Examples, SpanExamples, TaskData
+from maelm_fast.finetuning.examples import Examples, TaskData
 from maelm_fast.training.rundir import RunDir
 
 NOT_DECIDING = ("device", "precision", "micro_batch_tokens")
@@ -77,19 +79,43 @@ def model_fingerprint(path: str | Path, step: int | None = None, random_init: bo
     return digest("huggingface", random_init, {file.name: checksum_of_given(file) for file in files})
 
 
+@dataclass(frozen=True)
+class Origin:
+    """An encoder to fine-tune, as it was named: a run directory of ours, with the checkpoint's step, or a Hugging Face
+    one."""
+
+    path: str
+    step: int | None = None
+    engine: Engine = "auto"
+    random_init: bool = False
+
+    def load(self, dropout: float, seed: int = 0, head: bool = False) -> TextEncoder:
+        """seed: of random weights. head: as encoders.load_encoder."""
+        return load_encoder(
+            self.path,
+            step=self.step,
+            engine=self.engine,
+            dropout=dropout,
+            random_init=self.random_init,
+            seed=seed,
+            head=head,
+        )
+
+    def fingerprint(self) -> str:
+        return model_fingerprint(self.path, self.step, self.random_init)
+
+
 def data_fingerprint(data: TaskData) -> str:
     """Of the texts and labels of all splits, in order, and of how they are scored; not of where they were read from."""
     task = data.task
     scored = [task.kind, task.labels, task.metric, task.label_range]
     whole = hashlib.sha256(json.dumps(scored).encode())
-    for name, split in {"train": data.train, **data.validation}.items():
-        content: list[Any] = [name]
+    for name, split in data.splits.items():
         if isinstance(split, Examples):
-            content += [*split.texts, split.labels.tolist()]
-        elif isinstance(split, SpanExamples):
-            answers = [[(answer.text, answer.start) for answer in several] for several in split.answers]
-            content += [split.questions, split.contexts, answers]
-        whole.update(json.dumps(content).encode())
+            labels = split.labels.tolist()
+        else:
+            labels = [[(answer.text, answer.start) for answer in several] for several in split.answers]
+        whole.update(json.dumps([name, *split.texts, labels]).encode())
     return whole.hexdigest()[:12]
 
 

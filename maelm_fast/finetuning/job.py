@@ -26,12 +26,12 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from maelm_fast.config import require
-from maelm_fast.encoders import Engine, TextEncoder, load_encoder
+from maelm_fast.encoders import Engine, TextEncoder
 from maelm_fast.errors import UserError
 from maelm_fast.export.library import require_transformers
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import TaskData
-from maelm_fast.finetuning.fingerprint import data_fingerprint, deciding, digest, model_fingerprint, resolve_step
+from maelm_fast.finetuning.fingerprint import Origin, data_fingerprint, deciding, digest, resolve_step
 from maelm_fast.finetuning.metrics import baselines
 from maelm_fast.finetuning.problem import Evaluation, Problem, SentenceProblem
 from maelm_fast.finetuning.report import REPORT_FILE, effective_ranks, median_of, terminal_lines, write_report
@@ -45,26 +45,6 @@ from maelm_fast.training.runlog import Display
 from maelm_fast.work import Identity, Ledger, Unit, Worker, lock, work
 
 CONFIG_FILE = "config.yaml"
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What is fine-tuned, as finetune's caller named it."""
-
-    path: str
-    step: int | None = None
-    engine: Engine = "auto"
-    random_init: bool = False
-
-    def load(self, config: FinetuneConfig, seed: int) -> TextEncoder:
-        return load_encoder(
-            self.path,
-            step=self.step,
-            engine=self.engine,
-            dropout=config.dropout,
-            random_init=self.random_init,
-            seed=seed,
-        )
 
 
 def make_problem(data: TaskData, encoder: TextEncoder, config: FinetuneConfig) -> Problem:
@@ -102,7 +82,7 @@ def finetune(
     record = _record(origin, data, config, seeds)
     _check_out(out, record)
     floor = baselines(data)
-    encoder = origin.load(config, seeds[0])
+    encoder = origin.load(config.dropout, seeds[0])
     problem = make_problem(data, encoder, config)
     with lock(out / ".lock") as ours:
         require(ours, f"{out} is in use by another process")
@@ -151,7 +131,7 @@ class _Worker(Worker[_Seed]):
     say: Callable[[str], None]
 
     def do(self, unit: _Seed, stop: StopSignals) -> dict[str, Any]:
-        encoder = self.encoder or self.origin.load(self.config, unit.seed)
+        encoder = self.encoder or self.origin.load(self.config.dropout, unit.seed)
         return _one_seed(self.problem, encoder, replace(self.config, seed=unit.seed), self.out, stop, self.say)
 
     def after(self, unit: _Seed, row: dict[str, Any]) -> str:
@@ -226,7 +206,7 @@ def _finish(
         raise UserError(f"{kept} is damaged: {fault}; remove {out} and run again")
     say(f"report and model of seed {chosen.seed}, the median")
     device, precision = device_of(config)
-    encoder = origin.load(config, chosen.seed).to(device)
+    encoder = origin.load(config.dropout, chosen.seed).to(device)
     before = effective_ranks(encoder, problem.validation_inputs, device, precision)
     model: Any = problem.model(encoder, replace(config, seed=chosen.seed)).to(device)
     model.load_state_dict(load_file(kept / "model.safetensors"))
@@ -249,8 +229,8 @@ def _record(origin: Origin, data: TaskData, config: FinetuneConfig, seeds: Seque
         "step": origin.step,
         "engine": origin.engine,
         "random_init": origin.random_init,
-        "model_fingerprint": model_fingerprint(origin.path, origin.step, origin.random_init),
-        "data": {name: split.source for name, split in {"train": data.train, **data.validation}.items()},
+        "model_fingerprint": origin.fingerprint(),
+        "data": {name: split.source for name, split in data.splits.items()},
         "data_fingerprint": data_fingerprint(data),
         "seeds": list(seeds),
         "config": fields,

@@ -97,17 +97,18 @@ def baselines(data: TaskData, split: str | None = None) -> dict[str, dict[str, f
     fitted = {"length": _lengths}
     if len(data.task.text_columns) == 2:
         fitted["overlap"] = _overlap
-    result = {}
-    if data.task.kind == "classification":
-        majority = np.full(len(validation), np.bincount(data.train.labels).argmax())
-        result["majority"] = evaluate(data.task, majority, validation.labels)
-    else:
-        mean = np.full(len(validation), data.train.labels.mean())
-        result["mean"] = evaluate(data.task, mean, validation.labels)
+    result = {"majority" if data.task.kind == "classification" else "mean": guessed(data.train, validation)}
     for name, features in fitted.items():
         predictions = _fit(data.task, features(data.train), data.train.labels, features(validation))
         result[name] = evaluate(data.task, predictions, validation.labels)
     return result
+
+
+def guessed(train: Examples, validation: Examples) -> dict[str, float]:
+    """Metrics of the training data's most frequent class, or mean score, for all."""
+    classes = train.task.kind == "classification"
+    guess = np.bincount(train.labels).argmax() if classes else train.labels.mean()
+    return evaluate(train.task, np.full(len(validation), guess), validation.labels)
 
 
 def _fit(task: Task, features: NDArray, labels: NDArray, wanted: NDArray) -> NDArray:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from maelm_fast.config import require
 from maelm_fast.encoders import TextEncoder, to_device
-from maelm_fast.errors import UserError
 from maelm_fast.finetuning.batches import evaluation_batches, token_batch
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, TaskData
@@ -55,7 +54,8 @@ class Problem(Protocol):
     """What was cut, for the report."""
 
     @property
-    def train_size(self) -> int: ...
+    def train_size(self) -> int:
+        return len(self.lengths)
 
     def model(self, encoder: TextEncoder, config: FinetuneConfig) -> nn.Module:
         """The encoder, as module `encoder`, with a new head, which config.seed initialises."""
@@ -68,7 +68,7 @@ class Problem(Protocol):
     def evaluate(self, model: nn.Module, device: torch.device, precision: str) -> Evaluation: ...
 
 
-class SentenceProblem:
+class SentenceProblem(Problem):
     """Classification or regression of a text or a pair, from the first token's vector. Classification: cross-entropy;
     regression: squared error of scores scaled to 0..1 (both as released)."""
 
@@ -93,10 +93,6 @@ class SentenceProblem:
                 for name, part in {"train": self.train, **self.validation}.items()
             },
         }
-
-    @property
-    def train_size(self) -> int:
-        return len(self.train)
 
     def model(self, encoder: TextEncoder, config: FinetuneConfig) -> SequenceModel:
         return SequenceModel(encoder, self.task.outputs, config.dropout, config.seed)
@@ -155,18 +151,23 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager:
 
 
 @torch.no_grad()
-def predict(model: nn.Module, inputs: Inputs, device: torch.device, precision: str) -> NDArray[np.float32]:
-    """(n, outputs) fp32 logits of a SequenceModel, in the order of the inputs. The model is left in evaluation mode."""
+def predict(
+    model: nn.Module, inputs: Inputs, device: torch.device, precision: str, each_token: bool = False
+) -> NDArray[np.float32]:
+    """fp32 logits in the order of the inputs: (n, outputs), or (T, 2) of all their tokens. The model is left in
+    evaluation mode. Raises UserError if they are not finite."""
     model.eval()
+    require(len(inputs) > 0, "there is nothing to predict: not one input")
+    rows = np.array(inputs.lengths if each_token else [1] * len(inputs))
+    begins = np.cumsum(rows) - rows
     order, parts = [], []
     for indices in evaluation_batches(inputs.lengths, EVALUATION_TOKENS):
         with autocast(device, precision):
             parts.append(model(token_batch(inputs, indices).to(device)).float())
-        order.append(np.asarray(indices))
-    require(bool(parts), "there is nothing to predict: not one input")
-    logits = torch.cat(parts).cpu().numpy()
-    result = np.empty_like(logits)
-    result[np.concatenate(order)] = logits
-    if not np.isfinite(result).all():
-        raise UserError("the model's outputs are not finite: try a lower --lr, or --precision fp32")
-    return result
+        order += [np.arange(begins[i], begins[i] + rows[i]) for i in indices]
+    found = torch.cat(parts).cpu().numpy()
+    logits = np.empty_like(found)
+    logits[np.concatenate(order)] = found
+    finite = bool(np.isfinite(logits).all())
+    require(finite, "the model's outputs are not finite: try a lower --lr, or --precision fp32")
+    return logits

@@ -154,7 +154,7 @@ def write_report(
 ) -> None:
     """All files of this module's list, report.json last. origin: what was fine-tuned. evaluation, after: of the median
     seed; before: of the encoder as it was. Pictures need matplotlib: without it that is said, and the rest written."""
-    task, splits = data.task, {"train": data.train, **data.validation}
+    task = data.task
     ranks = {"inputs": before.inputs, "tokens": before.tokens, "before": before.ranks, "after": after.ranks}
     values: dict[str, Any] = {
         "task": task.name,
@@ -162,7 +162,7 @@ def write_report(
         "kind": task.kind,
         "metric": task.metric,
         "model": {**origin, "name": results[0].encoder, "engine": results[0].engine},
-        "data": {name: {"source": split.source, "examples": len(split)} for name, split in splits.items()},
+        "data": {name: {"source": split.source, "examples": len(split)} for name, split in data.splits.items()},
         "notes": list(data.notes),
         "summary": summary(results),
         "baselines": baselines,

@@ -121,11 +121,6 @@ def load_finetuned(path: str | Path) -> Model:
     return _load(path, record)
 
 
-def saved_task(path: str | Path) -> Task:
-    """The task that a saved model was fine-tuned for."""
-    return _task(_read_record(Path(path)))
-
-
 def _load(path: Path, record: dict[str, Any]) -> Model:
     task = _task(record)
     if record["format"] == "plain":
@@ -408,7 +403,7 @@ def _batches(model: Model) -> list[TokenBatch]:
 
 def _card(saved: Saved, model: Model, task: Task) -> str:
     encoder = model.encoder
-    source = encoder.name if encoder.step is None else f"{encoder.name}, update {encoder.step}"
+    source = encoder.name if encoder.step is None else f"{encoder.name}, step {encoder.step}"
     if encoder.random_init:
         source = f"{encoder.name}, with random weights instead of pretrained ones"
     outputs = {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from maelm_fast.config import require
 from maelm_fast.errors import UserError
-from maelm_fast.finetuning.tables import FORMATS, Table, read_hub, read_table
+from maelm_fast.finetuning.tables import FORMATS, Table, Wanted, read_hub, read_table
 from maelm_fast.finetuning.tasks import Task
 
 HUB = "hub"
@@ -28,11 +28,11 @@ def find_tables(
 
     A directory may lack a validation split other than the first.
     """
-    required = [*task.text_columns, task.label_column]
-    optional = ["id", "title"] if task.kind == "spans" else ["idx", "id"]
+    optional = ("id", "title") if task.kind == "spans" else ("idx", "id")
+    wanted = dict.fromkeys(optional, False) | dict.fromkeys((*task.text_columns, task.label_column), True)
     given = {TRAIN: list(train), **_by_split(task, validation)}
     if data == HUB or data.startswith(HUB + ":"):
-        return _hub_tables(task, data, given, required, optional)
+        return _hub_tables(task, data, given, wanted)
     root = Path(data)
     require(root.exists(), f"--data {data} does not exist: give a directory, or hub")
     require(root.is_dir(), f"--data {data} is a file: give its directory, and the file's name with --train")
@@ -56,7 +56,7 @@ def find_tables(
         else:
             notes.append(f"{split}: not there, so nothing is said about it")
     _require_once([str(path.resolve()) for paths in files.values() for path in paths])
-    return {split: [read_table(path, required, optional) for path in paths] for split, paths in files.items()}, notes
+    return {split: [read_table(path, wanted) for path in paths] for split, paths in files.items()}, notes
 
 
 def _require_once(places: Sequence[str]) -> None:
@@ -107,7 +107,7 @@ def _split_files(directory: Path, split: str, notes: list[str]) -> list[Path]:
 
 
 def _hub_tables(
-    task: Task, data: str, given: dict[str, list[str]], required: list[str], optional: list[str]
+    task: Task, data: str, given: dict[str, list[str]], wanted: Wanted
 ) -> tuple[dict[str, list[Table]], list[str]]:
     if data == HUB:
         require(
@@ -120,9 +120,7 @@ def _hub_tables(
         require(bool(name), f"--data {data} names no dataset: write hub:owner/name or hub:owner/name:configuration")
     splits = {split: parts or [split] for split, parts in given.items()}
     _require_once([part for parts in splits.values() for part in parts])
-    tables = {
-        split: [read_hub(name, config, part, required, optional) for part in parts] for split, parts in splits.items()
-    }
+    tables = {split: [read_hub(name, config, part, wanted) for part in parts] for split, parts in splits.items()}
     asked = [f"{split}: {', '.join(parts)} of {data}, as asked for" for split, parts in given.items() if parts]
     return tables, asked
 

@@ -22,14 +22,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from maelm_fast.batch import Layout
-from maelm_fast.config import require
 from maelm_fast.encoders import TextEncoder, to_device
-from maelm_fast.finetuning.batches import evaluation_batches, token_batch
+from maelm_fast.finetuning.batches import token_batch
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.decoding import decode, error_examples, gold_texts
 from maelm_fast.finetuning.examples import SpanExamples, TaskData
 from maelm_fast.finetuning.heads import SpanModel
-from maelm_fast.finetuning.problem import EVALUATION_TOKENS, Evaluation, autocast, concatenated
+from maelm_fast.finetuning.problem import Evaluation, Problem, concatenated, predict
 from maelm_fast.finetuning.squad import squad_scores
 from maelm_fast.finetuning.windows import Windows, cut_windows
 
@@ -58,7 +57,7 @@ def span_loss(logits: Tensor, layout: Layout, legal: Tensor, targets: Tensor) ->
     return (sums.log() + highest - chosen).mean()
 
 
-class SpanProblem:
+class SpanProblem(Problem):
     """Questions about passages, of which some have no answer. Items are windows."""
 
     def __init__(self, data: TaskData, encoder: TextEncoder, config: FinetuneConfig) -> None:
@@ -82,10 +81,6 @@ class SpanProblem:
         answers = self.train.examples.answers
         self.truncation["train"]["with_further_answers"] = sum(len(set(several)) > 1 for several in answers)
 
-    @property
-    def train_size(self) -> int:
-        return len(self.train)
-
     def model(self, encoder: TextEncoder, config: FinetuneConfig) -> SpanModel:
         return SpanModel(encoder, config.seed)
 
@@ -101,7 +96,8 @@ class SpanProblem:
         metrics, predictions, errors = {}, [], {}
         for split, windows in self.validation.items():
             examples = windows.examples
-            decoded = decode(windows, predict_spans(model, windows, device, precision), self.answer_length)
+            logits = predict(model, windows.inputs, device, precision, each_token=True)
+            decoded = decode(windows, logits, self.answer_length)
             texts = dict(zip(examples.ids, decoded.texts, strict=True))
             odds = dict(zip(examples.ids, decoded.null_odds.tolist(), strict=True))
             metrics[split] = squad_scores(texts, odds, examples, THRESHOLD)
@@ -128,25 +124,3 @@ def legal_rows(windows: Windows, indices: Sequence[int] | NDArray[np.int64]) -> 
     end = begin + np.repeat(windows.count[indices], lengths)
     legal: NDArray[np.bool_] = (row == 0) | ((row >= begin) & (row < end))
     return legal
-
-
-@torch.no_grad()
-def predict_spans(model: nn.Module, windows: Windows, device: torch.device, precision: str) -> NDArray[np.float32]:
-    """(T, 2) fp32 logits of all windows' tokens, in their order. The model is left in evaluation mode. Raises UserError
-    if they are not finite."""
-    model.eval()
-    lengths = np.array(windows.inputs.lengths)
-    begins = np.cumsum(lengths) - lengths
-    rows, parts = [], []
-    for indices in evaluation_batches(windows.inputs.lengths, EVALUATION_TOKENS):
-        with autocast(device, precision):
-            parts.append(model(token_batch(windows.inputs, indices).to(device)).float())
-        rows += [np.arange(begins[i], begins[i] + lengths[i]) for i in indices]
-    found = torch.cat(parts).cpu().numpy()
-    logits = np.empty_like(found)
-    logits[np.concatenate(rows)] = found
-    require(
-        bool(np.isfinite(logits).all()),
-        "the model's outputs are not finite: try a lower --lr, or --precision fp32",
-    )
-    return logits

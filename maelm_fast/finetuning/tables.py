@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,41 +44,32 @@ class Table:
         return f"{self.source}: {self.unit} {self.places[row]}"
 
 
-def read_table(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> Table:
-    """The columns of a file. Raises UserError if it is damaged or empty or lacks a required column."""
-    readers: dict[str, Callable[[Path, Sequence[str], Sequence[str]], Table]] = {
-        ".parquet": _parquet,
-        ".jsonl": _json_lines,
-        ".json": _json,
-        ".csv": _csv,
-        ".tsv": _tsv,
-    }
-    require(path.suffix in readers, f"{path}: unknown kind of file: use one of {', '.join(FORMATS)}")
+Wanted = Mapping[str, bool]
+"""Column -> whether it must be there."""
+
+
+def read_table(path: Path, wanted: Wanted) -> Table:
+    """The columns of a file. Raises UserError if it is damaged or empty or lacks a column that must be there."""
+    require(path.suffix in FORMATS, f"{path}: unknown kind of file: use one of {', '.join(FORMATS)}")
     try:
-        table = readers[path.suffix](path, required, optional)
+        table = dict(zip(FORMATS, (_parquet, _json_lines, _json, _csv, _tsv), strict=True))[path.suffix](path, wanted)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {_first_line(error)}") from None
     require(len(table) > 0, f"{path} has no rows: give a file with examples")
     return table
 
 
-def read_hub(name: str, config: str | None, split: str, required: Sequence[str], optional: Sequence[str] = ()) -> Table:
+def read_hub(name: str, config: str | None, split: str, wanted: Wanted) -> Table:
     """A split of a dataset on the hub, or of a folder that `datasets` understands. Raises UserError in one line."""
     source = f"hub:{name}{f':{config}' if config else ''}"
     try:
         from datasets import ClassLabel, load_dataset
 
         rows = load_dataset(name, config, split=split)
-        names = rows.column_names
-        _require_columns(source, names, required)
-        wanted = [column for column in names if column in {*required, *optional}]
-        arrow = rows.select_columns(wanted).with_format("arrow")[:]
-        columns = {column: arrow.column(column).to_pylist() for column in wanted}
-        classes = {
-            column: tuple(rows.features[column].names)
-            for column in wanted
-            if isinstance(rows.features[column], ClassLabel)
-        }
+        names = _present(source, rows.column_names, wanted)
+        arrow = rows.select_columns(names).with_format("arrow")[:]
+        features = {column: rows.features[column] for column in names}
+        classes = {column: tuple(kind.names) for column, kind in features.items() if isinstance(kind, ClassLabel)}
     except UserError:
         raise
     except Exception as error:  # datasets raises whatever its network, file system and parsers raise
@@ -88,25 +79,26 @@ def read_hub(name: str, config: str | None, split: str, required: Sequence[str],
             f"(splits are named with --train and --validation; without a network give --data a directory)"
         ) from None
     require(len(arrow) > 0, f"{source}, split {split}, has no rows: choose another")
-    return Table(f"{source} {split}", columns, list(range(1, len(arrow) + 1)), "row", classes)
+    return _of_arrow(f"{source} {split}", arrow, classes)
 
 
-def _parquet(path: Path, required: Sequence[str], optional: Sequence[str]) -> Table:
+def _of_arrow(source: str, arrow: pa.Table, classes: dict[str, tuple[str, ...]]) -> Table:
+    columns = {column: arrow.column(column).to_pylist() for column in arrow.column_names}
+    return Table(source, columns, list(range(1, len(arrow) + 1)), "row", classes)
+
+
+def _parquet(path: Path, wanted: Wanted) -> Table:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            _require_columns(str(path), schema.names, required)
-            wanted = [column for column in schema.names if column in {*required, *optional}]
-            arrow = file.read(columns=wanted)
-            columns = {column: arrow.column(column).to_pylist() for column in wanted}
+            names = _present(str(path), file.schema_arrow.names, wanted)
+            return _of_arrow(str(path), file.read(columns=names), _class_names(file.schema_arrow, names))
     except UnicodeDecodeError:
         raise UserError(f"{path} holds text that is not UTF-8: rewrite the file") from None
     except pa.ArrowException as error:
         raise UserError(f"{path} cannot be read as parquet: {_first_line(error)}: get the file again") from None
-    return Table(str(path), columns, list(range(1, len(arrow) + 1)), "row", _class_names(schema, wanted))
 
 
 def _class_names(schema: pa.Schema, columns: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -122,7 +114,7 @@ def _class_names(schema: pa.Schema, columns: Sequence[str]) -> dict[str, tuple[s
         return {}
 
 
-def _json_lines(path: Path, required: Sequence[str], optional: Sequence[str]) -> Table:
+def _json_lines(path: Path, wanted: Wanted) -> Table:
     rows, places = [], []
     for number, line in enumerate(_text(path).split("\n"), start=1):
         if line.strip():
@@ -131,15 +123,15 @@ def _json_lines(path: Path, required: Sequence[str], optional: Sequence[str]) ->
             except (ValueError, RecursionError):
                 raise UserError(f"{path}: line {number} is not JSON: write one object per line") from None
             places.append(number)
-    return _objects(path, rows, places, "line", required, optional)
+    return _objects(path, rows, places, "line", wanted)
 
 
-def _json(path: Path, required: Sequence[str], optional: Sequence[str]) -> Table:
+def _json(path: Path, wanted: Wanted) -> Table:
     try:
         content = json.loads(_text(path))
     except (ValueError, RecursionError) as error:
         if getattr(error, "msg", "") == "Extra data":  # after a whole first object: there is one per line
-            return _json_lines(path, required, optional)
+            return _json_lines(path, wanted)
         raise UserError(f"{path} is not JSON: {_first_line(error)}: mend it, or get it again") from None
     if isinstance(content, dict) and "data" in content:
         content = content["data"]
@@ -148,7 +140,7 @@ def _json(path: Path, required: Sequence[str], optional: Sequence[str]) -> Table
     require(isinstance(content, list), f"{path} is neither a list of objects nor one object per line: rewrite it")
     if content and all(isinstance(article, dict) and "paragraphs" in article for article in content):
         content = _squad_rows(path, content)
-    return _objects(path, content, list(range(1, len(content) + 1)), "row", required, optional)
+    return _objects(path, content, list(range(1, len(content) + 1)), "row", wanted)
 
 
 def _squad_rows(path: Path, articles: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -175,19 +167,16 @@ def _squad_rows(path: Path, articles: list[dict[str, Any]]) -> list[dict[str, An
     return rows
 
 
-def _objects(
-    path: Path, rows: list[Any], places: list[int], unit: str, required: Sequence[str], optional: Sequence[str]
-) -> Table:
+def _objects(path: Path, rows: list[Any], places: list[int], unit: str, wanted: Wanted) -> Table:
     for row, place in zip(rows, places, strict=True):
         where = f"{path}: {unit} {place}"
         require(isinstance(row, dict), f"{where} is not an object with named fields: write {{...}}")
-        _require_columns(where, row, required, "field")
-    wanted = [*required, *(name for name in optional if any(name in row for row in rows))]
-    columns = {name: [row.get(name) for row in rows] for name in wanted}
-    return Table(str(path), columns, places, unit)
+        _present(where, list(row), wanted, "field")
+    names = [name for name in wanted if any(name in row for row in rows)]
+    return Table(str(path), {name: [row.get(name) for row in rows] for name in names}, places, unit)
 
 
-def _csv(path: Path, required: Sequence[str], optional: Sequence[str]) -> Table:
+def _csv(path: Path, wanted: Wanted) -> Table:
     reader = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
     rows, places, line = [], [], 1
     try:
@@ -200,10 +189,10 @@ def _csv(path: Path, required: Sequence[str], optional: Sequence[str]) -> Table:
         raise UserError(
             f"{path}: line {line} is damaged ({error}): close its quotation marks, or give the file as .jsonl"
         ) from None
-    return _fields(path, rows, places, required, optional)
+    return _fields(path, rows, places, wanted)
 
 
-def _tsv(path: Path, required: Sequence[str], optional: Sequence[str]) -> Table:
+def _tsv(path: Path, wanted: Wanted) -> Table:
     lines = [(number, line.removesuffix("\r")) for number, line in enumerate(_text(path).split("\n"), start=1)]
     rows = [line.split("\t") for _, line in lines if line]
     quoted = sum(any(cell[:1] == '"' == cell[-1:] and '""' in cell[1:-1] for cell in row) for row in rows)
@@ -213,40 +202,32 @@ def _tsv(path: Path, required: Sequence[str], optional: Sequence[str]) -> Table:
             f"{path}: {quoted:,} of {len(rows) - 1:,} rows have fields in quotation marks, which tsv keeps as text: "
             f"if they are not meant to be there, use .csv",
         )
-    return _fields(path, rows, [number for number, line in lines if line], required, optional, notes)
+    return _fields(path, rows, [number for number, line in lines if line], wanted, notes)
 
 
-def _fields(
-    path: Path,
-    rows: list[list[str]],
-    places: list[int],
-    required: Sequence[str],
-    optional: Sequence[str],
-    notes: tuple[str, ...] = (),
-) -> Table:
+def _fields(path: Path, rows: list[list[str]], places: list[int], wanted: Wanted, notes: tuple[str, ...] = ()) -> Table:
     """Columns by the names in the first row."""
     if not rows:
         return Table(str(path), {}, [], "line")
     header = [name.strip() for name in rows[0]]
-    _require_columns(str(path), header, required, "column in its first line")
-    for name in (*required, *optional):
+    names = _present(str(path), header, wanted, "column in its first line")
+    for name in names:
         require(header.count(name) <= 1, f"{path}: the first line names column '{name}' twice: rename one")
     for row, place in zip(rows, places, strict=True):
         require(
             len(row) == len(header),
             f"{path}: line {place} has {len(row)} fields and the first line {len(header)}: mend or remove the line",
         )
-    wanted = [name for name in header if name in {*required, *optional}]
-    columns = {name: [row[header.index(name)] for row in rows[1:]] for name in wanted}
+    columns = {name: [row[header.index(name)] for row in rows[1:]] for name in names}
     return Table(str(path), columns, places[1:], "line", notes=notes)
 
 
-def _require_columns(
-    where: str, names: Sequence[str] | dict[str, Any], required: Sequence[str], what: str = "column"
-) -> None:
-    for name in required:
-        if name not in names:
+def _present(where: str, names: Sequence[str], wanted: Wanted, what: str = "column") -> list[str]:
+    """The wanted ones among the names. Raises UserError if one that must be there is not."""
+    for name, required in wanted.items():
+        if required and name not in names:
             raise UserError(f"{where} has no {what} '{name}', only {', '.join(names) or 'none'} {_COLUMN_REMEDY}")
+    return [name for name in names if name in wanted]
 
 
 def _text(path: Path) -> str:

@@ -49,11 +49,6 @@ class Experiment:
     notes: tuple[str, ...] = ()
 
     @property
-    def every_checkpoint(self) -> bool:
-        """Whether all checkpoints are looked at, not the last one only."""
-        return self.use == "checkpoints"
-
-    @property
     def separable(self) -> bool:
         """Whether each row says something without the others: ablations and sweeps, which are long."""
         return len(self.rows) > 3
@@ -89,6 +84,9 @@ _TABLE_2_VARIANTS = (
 )
 
 
+_LARGE = (Row("RoBERTa", ("mlm",), "large++", "large++"), Row("MAE-LM", (), "large++", "large++"))
+
+
 def _table_2() -> tuple[Row, ...]:
     lines = [(group, *row) for group, rows in printed.TABLE_2.groups for row in rows]
     return tuple(
@@ -118,10 +116,7 @@ EXPERIMENTS = {
         Experiment(
             "fig4",
             "Figure 4: share delta of the [MASK] tokens that the encoder sees",
-            (
-                Row("0"),
-                *(Row(delta, (f"delta_{delta}",)) for delta in ("0.25", "0.5", "0.75", "1")),
-            ),
+            (Row("0"), *(Row(delta, (f"delta_{delta}",)) for delta in ("0.25", "0.5", "0.75", "1"))),
             use="scores",
             tasks=_ALL,
             wanted="The paper's quantities, GLUE average and SQuAD EM, are",
@@ -164,10 +159,7 @@ EXPERIMENTS = {
         Experiment(
             "table6",
             "Table 6: large models",
-            (
-                Row("RoBERTa", ("mlm",), setting="large++", group="large++"),
-                Row("MAE-LM", setting="large++", group="large++"),
-            ),
+            _LARGE,
             use="scores",
             tasks=_ALL,
             wanted="GLUE and SQuAD results of our own are",
@@ -177,10 +169,7 @@ EXPERIMENTS = {
         Experiment(
             "table7",
             "Table 7: zero-shot and few-shot prompting",
-            (
-                Row("RoBERTa", ("mlm",), setting="large++", group="large++"),
-                Row("MAE-LM", setting="large++", group="large++"),
-            ),
+            _LARGE,
             use="prompting",
             tasks=GLUE,
             wanted="All three groups of results of our own are",

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from maelm_fast.config import to_dict
-from maelm_fast.data.order import subset
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning import tasks
 from maelm_fast.finetuning.config import FinetuneConfig
-from maelm_fast.finetuning.examples import Examples, SpanExamples, TaskData, read_task
+from maelm_fast.finetuning.examples import TaskData, read_task
 from maelm_fast.finetuning.fingerprint import data_fingerprint, deciding, digest
 from maelm_fast.finetuning.tasks import Task
 from maelm_fast.paper.grids import Grid
@@ -95,7 +94,6 @@ class Prompting:
 
 
 Unit = FineTuning | Prompting
-Split = Examples | SpanExamples
 
 
 @dataclass(frozen=True)
@@ -172,7 +170,7 @@ def find_tasks(
             except UserError as error:
                 reasons[source] = str(error)
             else:
-                data[name] = _limited(read, amount)
+                data[name] = read.limited(*amount.limits(read.task))
                 break
         else:
             having = [source for source in sources if (Path(source) / name).is_dir()]
@@ -209,30 +207,10 @@ def assumed_tasks(names: Sequence[str], amount: Downstream) -> Found:
     return Found((), found, sizes)
 
 
-def _limited(data: TaskData, amount: Downstream) -> TaskData:
-    """At most as many examples of each split as the scale takes, fixed pseudo-random ones in their own order."""
-    notes = list(data.notes)
-
-    def part(name: str, split: Split, limit: int | None) -> Split:
-        if limit is None or limit >= len(split):
-            return split
-        notes.append(f"{name}: {limit:,} of its {len(split):,} examples, a fixed random choice")
-        return split.take(subset(limit, len(split)))
-
-    train_limit, validation_limit = amount.limits(data.task)
-    train = part("train", data.train, train_limit)
-    validation = {name: part(name, split, validation_limit) for name, split in data.validation.items()}
-    return TaskData(data.task, train, validation, tuple(notes))
-
-
 def _size(data: TaskData) -> Size:
-    splits = [data.train, *data.validation.values()]
-    count = sum(len(text.encode()) for split in splits for column in _texts(split) for text in column)
+    splits = list(data.splits.values())
+    count = sum(len(text.encode()) for split in splits for column in split.texts for text in column)
     return Size(len(data.train), sum(map(len, splits[1:])), count / sum(map(len, splits)))
-
-
-def _texts(split: Split) -> tuple[list[str], ...]:
-    return split.texts if isinstance(split, Examples) else (split.questions, split.contexts)
 
 
 def finetunings(
@@ -258,14 +236,7 @@ def finetunings(
 
 def promptings(found: Found, amount: Downstream, step: int) -> list[Prompting]:
     return [
-        Prompting(
-            task.name,
-            found.fingerprints.get(task.name, ""),
-            step,
-            mode,
-            seed,
-            amount.few,
-        )
+        Prompting(task.name, found.fingerprints.get(task.name, ""), step, mode, seed, amount.few)
         for task in found.tasks
         for mode in MODES
         for seed in ((None,) if mode == "zero-shot" else SPLIT_SEEDS[: amount.draws])

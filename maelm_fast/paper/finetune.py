@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from maelm_fast.encoders import TextEncoder, load_encoder
 from maelm_fast.errors import UserError
+from maelm_fast.finetuning.fingerprint import Origin
 from maelm_fast.finetuning.job import make_problem
 from maelm_fast.finetuning.metrics import baselines
 from maelm_fast.finetuning.problem import Problem
@@ -31,23 +32,8 @@ from maelm_fast.paper.sweep import make_model
 from maelm_fast.stop import StopSignals
 from maelm_fast.training.rundir import RunDir
 
-_KEPT = (
-    "task",
-    "metric",
-    "best",
-    "last",
-    "metrics",
-    "best_step",
-    "curve",
-    "steps",
-    "skipped",
-    "seconds",
-    "examples_per_s",
-    "tokens_per_s",
-    "truncation",
-    "device",
-    "precision",
-)
+_OF_THE_UNIT = ("seed", "config", "encoder", "engine")
+"""Fields of a result that the unit decides."""
 
 
 class Downstream:
@@ -67,17 +53,12 @@ class Downstream:
         """metrics: of the best evaluation, by split. ranks: by layer, before and after (with the best weights), on the
         development inputs."""
         config = replace(unit.config, device=cell.config.runtime.device, precision=cell.config.runtime.precision)
-        encoder = load_encoder(
-            run.path,
-            step=unit.step or None,
-            random_init=unit.step == 0,
-            dropout=config.dropout,
-            seed=cell.config.seed,
-        )
+        origin = Origin(str(run.path), unit.step or None, random_init=unit.step == 0)
+        encoder = origin.load(config.dropout, cell.config.seed)
         problem = self._problem(unit, cell, encoder)
         state = self.out / "states" / unit.hash(cell.key)
         result, model, _ = train(problem, encoder, config, resume=state, stop=stop)
-        row = {key: value for key, value in result.to_dict().items() if key in _KEPT}
+        row = {key: value for key, value in result.to_dict().items() if key not in _OF_THE_UNIT}
         if unit.ranks:
             place = device_of(config)
             ranked = {"before": encoder.to(place[0]), "after": cast(TextEncoder, model.encoder)}

@@ -201,7 +201,7 @@ def make_plan(
         require(not unknown, f"{experiment.name} has no row {shlex.join(unknown)}; its rows: {shlex.join(known)}")
         rows = [row for row in rows if row.label in labels]
     cells = tuple(
-        _cell(row, scale, scale.settings[row.setting], seed, updates, experiment.every_checkpoint)
+        _cell(row, scale, scale.settings[row.setting], seed, updates, experiment.use == "checkpoints")
         for row in rows
         for seed in range(seeds)
     )

@@ -20,10 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from maelm_fast.config import require
-from maelm_fast.encoders import Engine, load_encoder
+from maelm_fast.encoders import Engine
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import TaskData
-from maelm_fast.finetuning.fingerprint import data_fingerprint, deciding, digest, model_fingerprint, resolve_step
+from maelm_fast.finetuning.fingerprint import (
+    Origin,
+    data_fingerprint,
+    deciding,
+    digest,
+    model_fingerprint,
+    resolve_step,
+)
 from maelm_fast.finetuning.job import make_problem
 from maelm_fast.finetuning.problem import Problem
 from maelm_fast.finetuning.run import train
@@ -130,6 +137,13 @@ def make_model(label: str, path: str, step: int | None = None, random_init: bool
     return Model(label, path, step, random_init, model_fingerprint(path, step, random_init))
 
 
+def require_labels(models: Sequence[Model]) -> None:
+    """Raises UserError if two have the same."""
+    labels = [model.label for model in models]
+    for label in labels:
+        require(labels.count(label) == 1, f"two models are called '{label}': name them as --model LABEL=DIR")
+
+
 def make_sweep(
     grid: Grid,
     models: Sequence[Model],
@@ -142,9 +156,7 @@ def make_sweep(
     """budget: cells of each task's grid at most. base: fields that the grid does not name. Raises UserError."""
     require(seeds >= 1, f"--seeds must be at least 1, not {seeds}")
     require(budget is None or budget >= 1, f"--budget must be at least 1 cell per task, not {budget}")
-    labels = [model.label for model in models]
-    for label in labels:
-        require(labels.count(label) == 1, f"two models are called '{label}': name them as --model LABEL=DIR")
+    require_labels(models)
     names = [data.task.name for data in tasks]
     for name in names:
         require(names.count(name) == 1, f"task {name} is given twice")
@@ -238,14 +250,7 @@ def _train(sweep: Sweep, run: Run, out: Path, problems: Problems, stop: Stop) ->
     """Result.to_dict(), and the seconds with loading and tokenising."""
     start = time.perf_counter()
     model, config = run.model, run.config
-    encoder = load_encoder(
-        model.path,
-        step=model.step,
-        engine=sweep.engine_of(model),
-        dropout=config.dropout,
-        random_init=model.random_init,
-        seed=run.seed,
-    )
+    encoder = Origin(model.path, model.step, sweep.engine_of(model), model.random_init).load(config.dropout, run.seed)
     lengths = (config.max_length, config.question_length, config.stride, config.answer_length)
     tokenised = (run.search.fingerprint, model.path, *lengths)
     if tokenised not in problems:

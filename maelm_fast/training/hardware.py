@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,40 @@ def choose_device(runtime: RuntimeConfig) -> torch.device:
 
 
 def choose_precision(runtime: RuntimeConfig, device: torch.device) -> str:
-    """ "bf16" or "fp32". auto is bf16, except on a CPU that would compute bf16 products many times slower than fp32."""
-    bf16_is_fast = device.type == "cuda" or cpu_has_bf16()
+    """ "bf16" or "fp32". auto is bf16, except on a device that computes bf16 products slower than fp32 ones: a CPU
+    without instructions for them, a GPU older than sm_80."""
+    if device.type == "cuda":
+        bf16_is_fast, lacking = torch.cuda.get_device_capability(device) >= (8, 0), "this GPU is older than sm_80 and"
+    else:
+        bf16_is_fast, lacking = cpu_has_bf16(), "this CPU"
     if runtime.precision == "bf16" and not bf16_is_fast:
-        log.warning("this CPU has no bf16 matrix instructions: bf16 is many times slower here than precision fp32")
+        log.warning("%s has no bf16 matrix instructions: bf16 is slower here than precision fp32", lacking)
     if runtime.precision != "auto":
         return runtime.precision
     return "bf16" if bf16_is_fast else "fp32"
+
+
+@contextlib.contextmanager
+def deterministic(asked: bool) -> Iterator[None]:
+    """Inside, if asked: what PyTorch and our ops compute is the same bit for bit every time, on a GPU too; what cannot
+    be made so raises. Products in bf16 are then added up in fp32, also where cuBLAS splits a sum."""
+    if not asked:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic  # a module with a property
+    fill, products = memory.fill_uninitialized_memory, torch.backends.cuda.matmul
+    reduced = products.allow_bf16_reduced_precision_reduction
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used; PyTorch asks for it
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # every byte that is read has been written
+    products.allow_bf16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = fill
+        products.allow_bf16_reduced_precision_reduction = reduced
 
 
 def cpu_has_bf16() -> bool:

@@ -18,7 +18,7 @@ from maelm_fast.data.files import writing
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
 from maelm_fast.training.files import write_json, write_text
-from maelm_fast.training.hardware import choose_precision, device_name, environment
+from maelm_fast.training.hardware import choose_precision, deterministic, device_name, environment
 from maelm_fast.training.initial import Initial, adapt, load_initial
 from maelm_fast.training.optim import describe, learning_rate
 from maelm_fast.training.parallel import processes
@@ -67,7 +67,8 @@ def pretrain(preset: str, config: RunConfig, data: str, out: str, initial: Initi
             before = starts[-2].get("precision", precision) if len(starts) > 1 else precision
             if before != precision:
                 say(f"in {precision} from here on, until now in {before}: not bit for bit what either makes alone")
-        trainer.train()
+        with deterministic(config.runtime.deterministic):
+            trainer.train()
     return run
 
 

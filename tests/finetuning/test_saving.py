@@ -17,7 +17,7 @@ from maelm_fast.errors import UserError
 from maelm_fast.finetuning import saving
 from maelm_fast.finetuning.batches import token_batch
 from maelm_fast.finetuning.heads import SequenceModel, SpanModel
-from maelm_fast.finetuning.saving import load_finetuned, save, saved_task
+from maelm_fast.finetuning.saving import load_finetuned, save
 from maelm_fast.finetuning.tasks import get
 from maelm_fast.text import TextTokenizer
 from tests.finetuning import small
@@ -81,7 +81,7 @@ def test_stock_classes_and_we_load_it(tmp_path: Path, format: str, task: str) ->
     torch.testing.assert_close(stock_logits(tmp_path / "out", task), raw, atol=2e-5, rtol=1e-5)
     again = load_finetuned(tmp_path / "out")
     torch.testing.assert_close(logits_of(again), expected, atol=1e-6, rtol=1e-6)
-    assert saved_task(tmp_path / "out") == get(task)
+    assert saving._task(saving._read_record(tmp_path / "out")) == get(task)
     assert (again.encoder.engine, again.encoder.name, again.encoder.dropout_p) == ("packed", "run", 0.1)
     if task != "squad_v2":
         assert again.head.dropout_p == 0.2

@@ -12,9 +12,10 @@ from tests.devices import ON_GPU
 pytestmark = ON_GPU
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("cuda_graph", [False, True])
 def test_a_run_on_the_gpu_goes_on_from_its_checkpoint(
-    cuda_graph: bool, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cuda_graph: bool, deterministic: bool, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("pyarrow")
     from maelm_fast.training.job import pretrain
@@ -23,7 +24,14 @@ def test_a_run_on_the_gpu_goes_on_from_its_checkpoint(
     run = presets.change(
         presets.get("tiny"),
         optim={"max_steps": 12, "warmup_steps": 2, "batch_size": 8},
-        runtime={"device": "cuda", "log_every": 1, "save_every": 6, "eval_samples": 32, "cuda_graph": cuda_graph},
+        runtime={
+            "device": "cuda",
+            "log_every": 1,
+            "save_every": 6,
+            "eval_samples": 32,
+            "cuda_graph": cuda_graph,
+            "deterministic": deterministic,
+        },
     )
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     pretrain("tiny", run, str(store), str(whole))
@@ -33,4 +41,4 @@ def test_a_run_on_the_gpu_goes_on_from_its_checkpoint(
     pretrain("tiny", run, str(store), str(cut))
     assert "resuming from step 6" in capsys.readouterr().out
     losses = [[row["loss"] for row in RunDir(r).metrics() if row["kind"] == "train"] for r in (whole, cut)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert losses[0] == (losses[1] if deterministic else pytest.approx(losses[1], rel=1e-2))

@@ -15,7 +15,9 @@ from maelm_fast.training import hardware
     [
         ("auto", "cpu", False, "fp32", False),
         ("auto", "cpu", True, "bf16", False),
-        ("auto", "cuda", False, "bf16", False),
+        ("auto", "cuda", True, "bf16", False),
+        ("auto", "cuda", False, "fp32", False),
+        ("bf16", "cuda", False, "bf16", True),
         ("bf16", "cpu", False, "bf16", True),
         ("bf16", "cpu", True, "bf16", False),
         ("fp32", "cpu", True, "fp32", False),
@@ -32,6 +34,7 @@ def test_precision(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(hardware, "cpu_has_bf16", lambda: has_bf16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0) if has_bf16 else (7, 5))
     assert hardware.choose_precision(RuntimeConfig(precision=asked), torch.device(device)) == taken  # type: ignore[arg-type]
     assert ("no bf16 matrix instructions" in caplog.text) is warned
 
@@ -49,3 +52,19 @@ def test_precision(
 def test_peaks_are_those_of_the_card(name: str, tera: int) -> None:
     assert peak_flops(name) == tera * 1e12
     assert peak_flops("Tesla T4") is None
+
+
+def test_a_deterministic_run_is_so_only_inside() -> None:
+    def state() -> tuple[bool, ...]:
+        return (
+            torch.are_deterministic_algorithms_enabled(),
+            not torch.utils.deterministic.fill_uninitialized_memory,
+            not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        )
+
+    before = state()
+    with hardware.deterministic(True):
+        assert state() == (True, True, True)
+    assert state() == before
+    with hardware.deterministic(False):
+        assert state() == before

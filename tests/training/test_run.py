@@ -75,6 +75,22 @@ def whole(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def test_a_deterministic_run_is_one_from_the_first_update_to_the_last(
+    store: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, update = [], Trainer.update
+
+    def watched(*arguments: Any) -> Any:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return update(*arguments)
+
+    monkeypatch.setattr(Trainer, "update", watched)
+    pretrain("tiny", config(runtime={"deterministic": True}), str(store), str(tmp_path / "run"))
+    assert seen == [True] * 8
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert_same(tmp_path / "run", whole)
+
+
 def assert_same(run: Path, whole: Path) -> None:
     assert rows(run) == rows(whole)
     mine, theirs = final_weights(run), final_weights(whole)

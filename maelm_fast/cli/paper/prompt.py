@@ -16,7 +16,6 @@ from maelm_fast.cli.common import option, parse
 from maelm_fast.cli.paper.sweep import parse_model
 from maelm_fast.cli.tasks import TaskOptions
 from maelm_fast.config import require
-from maelm_fast.encoders import load_encoder
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, read_task
@@ -31,7 +30,7 @@ from maelm_fast.paper.prompting.fewshot import (
     base_config,
 )
 from maelm_fast.paper.prompting.report import REPORT, write_report
-from maelm_fast.paper.prompting.run import MODES, Mode, Plan, Question, check, engine_of, make_question, run_plan
+from maelm_fast.paper.prompting.run import MODES, Mode, Plan, Question, check, load, make_question, run_plan
 from maelm_fast.paper.prompting.templates import TEMPLATES, template_for
 from maelm_fast.paper.prompting.tokens import Prompts, label_ids, shown
 from maelm_fast.paper.sweep_report import PrintedRow
@@ -201,7 +200,7 @@ def _printed(mode: Mode) -> list[PrintedRow]:
 def _show(plan: Plan, count: int) -> None:
     """Per model and task the tokens, special ones included, of the first test examples."""
     for model in plan.models:
-        lm = load_encoder(model.path, step=model.step, engine=engine_of(plan, model), head=True)
+        lm = load(plan, model)
         for question in plan.questions:
             task, template = question.data.task, question.template
             ids = label_ids(lm.tokenizer, template, len(task.text_columns))

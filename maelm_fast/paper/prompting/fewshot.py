@@ -141,10 +141,9 @@ def few_shot(
                     "truncation": problem.truncation,
                 }
             )
-            if max(cells, key=lambda cell: float(cell["development"])) is cells[-1]:
-                best = model
+            chosen = max(cells, key=lambda cell: float(cell["development"]))
+            best = model if chosen is cells[-1] else best
     assert best is not None
     if resume:
         shutil.rmtree(resume, ignore_errors=True)
-    chosen = max(cells, key=lambda cell: float(cell["development"]))
     return {**chosen, "examples": len(shown), "cells": cells}, best

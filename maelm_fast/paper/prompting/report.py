@@ -11,11 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.examples import Examples
-from maelm_fast.finetuning.metrics import evaluate
+from maelm_fast.finetuning.metrics import guessed
 from maelm_fast.paper.catalogue import GLUE
 from maelm_fast.paper.prompting.run import STAGE, Mode, Plan, Question, Unit
 from maelm_fast.paper.prompting.templates import TEMPLATES
@@ -129,16 +127,11 @@ def _cells(rows: Any, questions: Sequence[Question], wanted: int) -> list[str]:
 
 def _majority(question: Question) -> dict[str, dict[str, float]]:
     """Table 7's metric by test split: the training file's most frequent class, or its mean score, for all."""
-    task, train = question.data.task, question.data.train
-    assert isinstance(train, Examples)
-    found = {}
+    train, metric, found = question.data.train, question.data.task.metric, {}
     for split, examples in question.data.validation.items():
+        assert isinstance(train, Examples)
         assert isinstance(examples, Examples)
-        if task.kind == "regression":
-            guesses = np.full(len(examples), train.labels.mean(), dtype=np.float32)
-        else:
-            guesses = np.full(len(examples), np.bincount(train.labels).argmax())
-        found[split] = {task.metric: evaluate(task, guesses, examples.labels)[task.metric]}
+        found[split] = {metric: guessed(train, examples)[metric]}
     return found
 
 

@@ -17,20 +17,19 @@ from typing import Any, Literal
 from torch import nn
 
 from maelm_fast import work as queue
-from maelm_fast.config import require, to_dict
-from maelm_fast.data.order import subset
-from maelm_fast.encoders import Engine, TextEncoder, load_encoder
+from maelm_fast.config import to_dict
+from maelm_fast.encoders import Engine, TextEncoder
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, TaskData
-from maelm_fast.finetuning.fingerprint import data_fingerprint, deciding, digest
+from maelm_fast.finetuning.fingerprint import Origin, data_fingerprint, deciding, digest
 from maelm_fast.finetuning.problem import SentenceProblem
 from maelm_fast.finetuning.run import Watch, device_of
 from maelm_fast.paper.prompting.cloze import ClozeProblem
 from maelm_fast.paper.prompting.fewshot import FewShotConfig, draw, few_shot
 from maelm_fast.paper.prompting.templates import Template
 from maelm_fast.paper.prompting.tokens import label_ids, shown
-from maelm_fast.paper.sweep import Model
+from maelm_fast.paper.sweep import Model, require_labels
 from maelm_fast.stop import Stop, StopSignals
 from maelm_fast.training.files import write_text
 from maelm_fast.training.hardware import device_name
@@ -59,13 +58,8 @@ class Question:
 def make_question(data: TaskData, template: Template, limit: int | None = None) -> Question:
     """limit: test examples per split, a fixed pseudo-random choice, which is noted."""
     task = replace(data.task, metric=METRICS.get(data.task.name, data.task.metric))
-    notes, test = list(data.notes), dict(data.validation)
-    for split, examples in data.validation.items():
-        if limit is not None and limit < len(examples):
-            test[split] = examples.take(subset(limit, len(examples)))
-            notes.append(f"{split}: {limit:,} of its {len(examples):,} examples, a fixed random choice (--limit)")
-    whole = TaskData(task, data.train, test, tuple(notes))
-    return Question(whole, template, data_fingerprint(whole))
+    data = replace(data, task=task).limited(validation=limit, why=" (--limit)")
+    return Question(data, template, data_fingerprint(data))
 
 
 @dataclass(frozen=True)
@@ -136,9 +130,7 @@ class Unit(queue.Unit):
 def check(plan: Plan) -> dict[str, dict[str, Any]]:
     """Loads every model once, looks up every label word and draws every draw, so that whatever is wrong is said before
     anything is trained. Returns, by the model's label, what it is. Raises UserError."""
-    labels = [model.label for model in plan.models]
-    for label in labels:
-        require(labels.count(label) == 1, f"two models are called '{label}': name them as --model LABEL=DIR")
+    require_labels(plan.models)
     for question in plan.questions:
         if set(plan.modes) != {"zero-shot"}:
             for seed in plan.seeds:
@@ -148,9 +140,9 @@ def check(plan: Plan) -> dict[str, dict[str, Any]]:
     for model in plan.models:
         about: dict[str, Any] = {"path": model.path, "step": model.step}
         if set(plan.modes) == {"head"}:
-            about["engine"] = _encoder(plan, model).engine
+            about["engine"] = load(plan, model, "head").engine
         else:
-            lm = _masked_lm(plan, model)
+            lm = load(plan, model)
             about |= {"engine": lm.engine, "mask_in": lm.mask_in, "label_tokens": {}}
             for question in plan.questions:
                 template, texts = question.template, len(question.data.task.text_columns)
@@ -244,18 +236,14 @@ class Worker(queue.Worker[Unit]):
         place = (unit.model, unit.mode == "head")
         if self.encoder is None or self.encoder[0] != place:
             self.encoder = None  # two models at once may be more than the memory holds
-            self.encoder = place, (_encoder if unit.mode == "head" else _masked_lm)(self.plan, unit.model)
+            self.encoder = place, load(self.plan, unit.model, unit.mode)
         return self.encoder[1]
 
 
-def _encoder(plan: Plan, model: Model) -> TextEncoder:
-    return load_encoder(model.path, step=model.step, engine=engine_of(plan, model), dropout=plan.base.dropout)
-
-
-def _masked_lm(plan: Plan, model: Model) -> TextEncoder:
-    return load_encoder(
-        model.path, step=model.step, engine=engine_of(plan, model), dropout=plan.base.dropout, head=True
-    )
+def load(plan: Plan, model: Model, mode: Mode = "prompt") -> TextEncoder:
+    """With what it was pretrained with, unless the mode puts a head of its own on it."""
+    origin = Origin(model.path, model.step, engine_of(plan, model))
+    return origin.load(plan.base.dropout, head=mode != "head")
 
 
 def engine_of(plan: Plan, model: Model) -> Engine:
