@@ -194,6 +194,8 @@ class OptimConfig:
     muon_lr: float | None = None
     """Peak learning rate of Muon's matrices, whose updates are as large as AdamW's at the same rate (arXiv 2502.16982);
     None: lr."""
+    muon_momentum: float = 0.95
+    """Of Muon's average of the gradients; the short runs of tiny_fast want less."""
     batch_size: int = 2048
     """Sequences per update, over all its micro-batches."""
     max_steps: int = 125_000
@@ -218,10 +220,12 @@ class OptimConfig:
     def __post_init__(self) -> None:
         require(self.lr > 0, f"optim.lr must be positive, not {self.lr}")
         require(self.muon_lr is None or self.muon_lr > 0, f"optim.muon_lr must be positive, not {self.muon_lr}")
-        require(
-            self.name == "muon" or self.muon_lr is None,
-            f"optim.muon_lr is set but optim.name is {self.name}: set optim.name=muon, or remove it",
-        )
+        require(0.0 <= self.muon_momentum < 1.0, f"optim.muon_momentum must lie in [0, 1), not {self.muon_momentum}")
+        for name, default in (("muon_lr", None), ("muon_momentum", 0.95)):
+            require(
+                self.name == "muon" or getattr(self, name) == default,
+                f"optim.{name} is set but optim.name is {self.name}: set optim.name=muon, or remove it",
+            )
         require(self.batch_size > 0, f"optim.batch_size must be positive, not {self.batch_size}")
         require(self.max_steps > 0, f"optim.max_steps must be positive, not {self.max_steps}")
         warmup = self._updates(self.warmup_steps)

@@ -29,6 +29,7 @@ _LATER = (
     ("masking", "rate_end"),
     ("optim", "name"),
     ("optim", "muon_lr"),
+    ("optim", "muon_momentum"),
     ("optim", "schedule"),
     ("optim", "cooldown_steps"),
 )
