@@ -11,32 +11,39 @@ __version__ = "0.1.0"
 __all__ = [
     "MaeLm",
     "MaeLmForPreTraining",
+    "MaskedTokenDataset",
     "PackedMaskingCollator",
     "TokenStore",
     "load",
     "ops",
+    "patch",
     "presets",
     "pretrain",
+    "unpatch",
 ]
 
 if TYPE_CHECKING:  # for type checkers and editors, which do not run the function below
     from maelm_fast import ops, presets
     from maelm_fast.data.token_store import TokenStore
     from maelm_fast.encoders import load_encoder as load
-    from maelm_fast.integrations.transformers.collator import PackedMaskingCollator
+    from maelm_fast.integrations.transformers.collator import MaskedTokenDataset, PackedMaskingCollator
     from maelm_fast.integrations.transformers.modeling import MaeLmForPreTraining
+    from maelm_fast.integrations.transformers.patch import patch, unpatch
     from maelm_fast.model.maelm import MaeLm
     from maelm_fast.training.job import pretrain
 else:
     _WHERE = {
         "MaeLm": "model.maelm:MaeLm",
         "MaeLmForPreTraining": "integrations.transformers.modeling:MaeLmForPreTraining",
+        "MaskedTokenDataset": "integrations.transformers.collator:MaskedTokenDataset",
         "PackedMaskingCollator": "integrations.transformers.collator:PackedMaskingCollator",
         "TokenStore": "data.token_store:TokenStore",
         "load": "encoders:load_encoder",
         "ops": "ops",
+        "patch": "integrations.transformers.patch:patch",
         "presets": "presets",
         "pretrain": "training.job:pretrain",
+        "unpatch": "integrations.transformers.patch:unpatch",
     }
 
     def __getattr__(name):

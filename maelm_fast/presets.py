@@ -156,24 +156,6 @@ VARIANTS = {
     "mask40": Variant("appendix_c", "40% masked", _changed(masking={"rate": 0.4}), needs_decoder=False),
 }
 
-PAPER_GLUE = {
-    "base": 86.1,
-    "mlm": 85.2,
-    "enc_mask_dec": 85.1,
-    "dec_resets_mask": 85.9,
-    "random_replace": 85.1,
-    "misaligned": 86.0,
-    "no_relative": 86.1,
-    "self_cross": 85.4,
-    "causal_cross": 85.5,
-    "cross": 86.0,
-    "decoder_2_layers": 85.8,
-    "decoder_6_layers": 84.8,
-    "decoder_512": 85.8,
-    "decoder_1024": 85.5,
-}
-"""Table 2: GLUE averages of the paper, medians of five seeds, by variant; base is MAE-LM itself. Fig. 4 prints none."""
-
 
 @preset("base")
 def base() -> RunConfig:

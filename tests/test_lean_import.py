@@ -17,6 +17,7 @@ HEAVY = (
     "sklearn",
     "scipy",
     "matplotlib",
+    "lightning",
     "flash_attn",
     "xformers",  # the extras
     "datasets",

@@ -8,11 +8,9 @@ in inputs.py; of a run, the mask rate and policy are its own.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -103,16 +101,6 @@ def write_reports(path: Path, reports: Sequence[RankReport]) -> None:
         write_json(path, {"reports": [dataclasses.asdict(report) for report in reports]})
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
-
-
-def read_reports(path: Path) -> list[RankReport]:
-    def parse(data: dict[str, Any]) -> RankReport:
-        return RankReport(**{**data, "inputs": [InputRanks(**entry) for entry in data["inputs"]]})
-
-    try:
-        return [parse(data) for data in json.loads(path.read_text(encoding="utf-8"))["reports"]]
-    except (OSError, ValueError, LookupError, TypeError):
-        raise UserError(f"{path} is not a report of effective ranks: write one with 'maelm-fast rank'") from None
 
 
 def effective_ranks(

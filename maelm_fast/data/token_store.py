@@ -89,10 +89,6 @@ class Manifest:
         """The validation split's unigram entropy, in nats."""
         return self.splits["validation"].unigram_nats
 
-    @property
-    def train_unigram_nats(self) -> float:
-        return self.splits["train"].unigram_nats
-
     @cached_property
     def fingerprint(self) -> str:
         """Identifies the samples and the tokenizer: equal for stores with the same content, wherever they lie."""

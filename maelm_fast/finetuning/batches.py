@@ -1,6 +1,6 @@
 """Examples, one after another in a packed row, and which of them go together.
 
-Which examples make an update depends on the number of examples, the seed and the epoch, on nothing else: two encoders
+Which examples make a step depends on the number of examples, the seed and the epoch, on nothing else: two encoders
 that are compared learn from the same examples in the same order.
 """
 
@@ -30,7 +30,7 @@ def token_batch(inputs: Inputs, indices: Sequence[int] | NDArray[Any]) -> TokenB
 
 
 def update_order(n: int, batch_size: int, seed: int, epoch: int) -> Iterator[NDArray[np.int64]]:
-    """Indices of the examples of each update of an epoch: every example once, the last update possibly a smaller one
+    """Indices of the examples of each step of an epoch: every example once, the last step possibly a smaller one
     (released code)."""
     for start in range(0, n, batch_size):
         yield permutation(np.arange(start, min(start + batch_size, n)), n, seed, epoch)

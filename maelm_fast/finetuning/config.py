@@ -21,9 +21,9 @@ class FinetuneConfig:
     epochs: int = 3
     """Passes over the training examples."""
     batch_size: int = 32
-    """Examples per update; for SQuAD windows, of which a long passage has several."""
+    """Examples per step; for SQuAD windows, of which a long passage has several."""
     warmup: float = 0.06
-    """Share of all updates."""
+    """Share of all steps."""
     max_length: int = 512
     """Tokens of an input, special ones included; a model with fewer positions takes fewer. Longer inputs are cut, the
     longer text of a pair first, and counted (ours: the released code leaves such examples out)."""
@@ -50,7 +50,7 @@ class FinetuneConfig:
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """bf16: autocast over fp32 weights. auto: bf16, but fp32 on a CPU without bf16 matrix instructions."""
     micro_batch_tokens: int = 16_384
-    """Tokens of a forward pass in training, padding not counted, which an update has several of if its examples are
+    """Tokens of a forward pass in training, padding not counted, which a step has several of if its examples are
     longer. Changes memory and speed, not what is computed, up to rounding and to which numbers dropout takes."""
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class FinetuneConfig:
         ):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
         require(self.lr > 0, f"lr must be positive, not {self.lr}")
-        require(0.0 <= self.warmup < 1.0, f"warmup is a share of the updates, in [0, 1), not {self.warmup}")
+        require(0.0 <= self.warmup < 1.0, f"warmup is a share of the steps, in [0, 1), not {self.warmup}")
         require(0.0 <= self.dropout < 1.0, f"dropout must lie in [0, 1), not {self.dropout}")
         require(self.weight_decay >= 0, f"weight_decay must not be negative, not {self.weight_decay}")
         require(

@@ -291,6 +291,6 @@ def _banner(
     return (
         f"{data.task.title}: {items}, {dev}; at most {max(problem.lengths)} tokens\n"
         f"{encoder.name}: {parameters:,} parameters, engine {encoder.engine}, on {device_name(device)} in {precision}\n"
-        f"{total_updates(problem.train_size, config):,} updates of {config.batch_size}, lr {config.lr:g}, "
+        f"{total_updates(problem.train_size, config):,} steps of {config.batch_size}, lr {config.lr:g}, "
         f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}"
     )

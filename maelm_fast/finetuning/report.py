@@ -109,7 +109,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:
-    """Median and spread over the seeds, at the best evaluation and after the last update."""
+    """Median and spread over the seeds, at the best evaluation and after the last step."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for split, metrics in results[0].metrics.items():
         found[split] = {name: spread([result.metrics[split][name] for result in results]) for name in metrics}
@@ -244,7 +244,7 @@ def _markdown(values: dict[str, Any], data: TaskData, results: Sequence[Result],
         *(f"- {note}" for note in values["notes"]),
         "",
         f"Numbers are of the development set, in percent. *Best* is the best of {len(results[0].curve)} evaluations by "
-        f"{values['metric']}, as the paper reports; *last* is after the last update. No test set was used.",
+        f"{values['metric']}, as the paper reports; *last* is after the last step. No test set was used.",
         "",
     ]
     for split in results[0].metrics:
@@ -254,9 +254,9 @@ def _markdown(values: dict[str, Any], data: TaskData, results: Sequence[Result],
         "",
         f"{', '.join(told)}.",
         "",
-        f"{results[0].steps:,} updates in a median of {total['seconds']['median']:,.1f} s, evaluations included; "
+        f"{results[0].steps:,} steps in a median of {total['seconds']['median']:,.1f} s, evaluations included; "
         f"training alone {total['examples_per_s']['median']:,.1f} {_items(data)}/s, "
-        f"{total['tokens_per_s']['median']:,.0f} tokens/s. Updates left out for a gradient that was not finite: "
+        f"{total['tokens_per_s']['median']:,.0f} tokens/s. Steps skipped for a gradient that was not finite: "
         f"{total['skipped_updates']}.",
         "",
         "## Inputs that were too long",

@@ -1,6 +1,6 @@
 """Fine-tuning, run by training/loop.py: problem, encoder and configuration in; result, model and evaluation out.
 
-Everything it computes is a function of the configuration and the number of updates done: order, dropout, learning rate.
+Everything it computes is a function of the configuration and the number of steps done: order, dropout, learning rate.
 A run killed anywhere and started again therefore resumes bit for bit (on a CPU). The files around it are job.py's.
 """
 
@@ -54,16 +54,16 @@ class Result:
     best: float
     """At the best evaluation, which is what the paper reports."""
     last: float
-    """After the last update."""
+    """After the last step."""
     metrics: dict[str, dict[str, float]]
     """At the best evaluation: split to metric to value."""
     best_step: int
     curve: list[dict[str, Any]]
-    """A row per evaluation: step, epoch, loss (mean over the updates since the one before), metrics (by split), value
+    """A row per evaluation: step, epoch, loss (mean over the steps since the one before), metrics (by split), value
     (of the task's own metric), seconds since the start."""
     steps: int
     skipped: int
-    """Updates left out because their gradient was not finite."""
+    """Steps skipped because their gradient was not finite."""
     seconds: float
     """In all, evaluations included."""
     examples_per_s: float
@@ -85,7 +85,7 @@ class Result:
 class _Progress(loop.Progress):
     loss: float = 0.0
     losses: int = 0
-    """Sum and number of the updates' losses since the last evaluation."""
+    """Sum and number of the steps' losses since the last evaluation."""
     seconds: float = 0.0
     train_seconds: float = 0.0
     examples: int = 0
@@ -100,7 +100,7 @@ def total_updates(train_size: int, config: FinetuneConfig) -> int:
 
 
 def evaluation_steps(train_size: int, config: FinetuneConfig) -> list[int]:
-    """After which updates is evaluated: evaluations_per_epoch times in each epoch, or after every update of an epoch
+    """After which steps is evaluated: evaluations_per_epoch times in each epoch, or after every step of an epoch
     that has fewer."""
     per_epoch, parts = -(-train_size // config.batch_size), config.evaluations_per_epoch
     within = sorted({-(-per_epoch * part // parts) for part in range(1, parts + 1)})
@@ -132,7 +132,7 @@ def train(
 
     resume: a directory for the run's state, written every few minutes and when stopped; if there is one, the run goes
     on from it. It is the caller's to remove. keep_best: keep the best evaluation's weights, which costs a copy in the
-    host's memory. stop: asked after every update. Nothing else is written.
+    host's memory. stop: asked after every step. Nothing else is written.
 
     Returns the result, the model with the best weights (without keep_best: the last) on its device in evaluation mode,
     and the best evaluation. Raises Stopped if asked to stop; UserError if there is no GPU, no memory, or no finite
@@ -324,7 +324,7 @@ class FineTuning(loop.Training[NDArray[np.int64], None]):
         if indices is None:
             return "in an evaluation: lower --max-length, or free memory of the device"
         tokens = max(int(self.lengths[part].sum()) for part in self._micro_batches(indices))
-        remedy = "lower --micro-batch-tokens (an update keeps its examples)"
+        remedy = "lower --micro-batch-tokens (a step keeps its examples)"
         return f"with {tokens:,} tokens in a forward pass: {remedy}"
 
     def result(self) -> tuple[Result, nn.Module, Evaluation]:

@@ -182,25 +182,12 @@ def get(name: str) -> Task:
 
 
 def custom(
-    kind: Literal["classification", "regression"],
-    text_columns: Sequence[str],
-    label_column: str,
-    *,
-    name: str = "custom",
-    title: str | None = None,
-    labels: Sequence[str] = (),
-    metric: str | None = None,
-    label_range: tuple[float, float] | None = None,
-    validation: Sequence[str] = ("validation",),
-    group: Group = "small",
+    kind: Literal["classification", "regression"], text_columns: Sequence[str], label_column: str, name: str = "custom"
 ) -> Task:
-    """A task of the user's own, for files with named columns.
+    """A task of the user's own, for files with named columns; the training file's classes, or range of scores, are its.
 
-    labels: names of the classes by id; () takes those of the training file. label_range: (lowest, highest) score of a
-    regression task; None takes the training file's. metric: None is accuracy or Spearman's correlation. f1 is that of
-    the second of two classes, macro_f1 the mean over any number of them.
-    Raises UserError for columns, classes, ranges or metrics that make no sense.
-    """
+    Its own metric is accuracy or Spearman's correlation. f1 is that of the second of two classes, macro_f1 the mean
+    over any number of them. Raises UserError for columns that make no sense."""
     # A sweep's table would set its numbers beside the paper's.
     require(name not in TASKS, f"--name {name} is the name of another task: choose one of your own")
     require(
@@ -215,26 +202,8 @@ def custom(
     require(len(set(columns)) == len(columns), f"--text-columns names '{columns[0]}' twice: name two columns")
     require(bool(label_column), "--label-column is empty: name the column that holds the labels")
     require(label_column not in columns, f"--label-column '{label_column}' is also a text column: name another")
-    known = BINARY_METRICS if kind == "classification" else REGRESSION_METRICS
-    chosen = metric or known[0]
-    require(chosen in known, f"metric '{chosen}' is unknown for {kind}: use one of {', '.join(known)}")
-    task = Task(
-        name=name,
-        title=title or name,
-        kind=kind,
-        text_columns=columns,
-        label_column=label_column,
-        labels=(),
-        metrics=known,
-        metric=chosen,
-        validation=tuple(validation),
-        group=group,
-    )
-    if kind == "classification":
-        require(label_range is None, "a label range is for regression: leave it out")
-        return with_labels(task, labels) if labels else task
-    require(not labels, "a regression task has no classes: leave them out")
-    return with_range(task, label_range) if label_range else task
+    metrics = BINARY_METRICS if kind == "classification" else REGRESSION_METRICS
+    return Task(name, name, kind, columns, label_column, (), metrics, metrics[0])
 
 
 def with_labels(task: Task, labels: Sequence[str]) -> Task:
@@ -242,9 +211,7 @@ def with_labels(task: Task, labels: Sequence[str]) -> Task:
     names = tuple(labels)
     require(len(set(names)) == len(names), "a class is named twice: every class needs a name of its own")
     require(len(names) >= 2, f"one class ('{''.join(names)}') leaves nothing to learn: at least two are needed")
-    metrics = BINARY_METRICS if len(names) == 2 else CLASS_METRICS
-    require(task.metric in metrics, f"metric {task.metric} is for two classes, not {len(names)}: use macro_f1")
-    return replace(task, labels=names, metrics=metrics)
+    return replace(task, labels=names, metrics=BINARY_METRICS if len(names) == 2 else CLASS_METRICS)
 
 
 def with_range(task: Task, label_range: tuple[float, float]) -> Task:

@@ -1,7 +1,7 @@
 """What a plan costs before it runs: tokens and FLOPs, counted, and time, estimated from a rate.
 
 Of downstream work the tokens are estimated too, from the bytes of the texts, so its cost is a rough one.
-The rate is measured on this machine by a few updates of the model on random tokens. For a scale meant for a GPU, on a
+The rate is measured on this machine by a few steps of the model on random tokens. For a scale meant for a GPU, on a
 machine without one, it is an assumed share of a GPU's peak: a projection, named so wherever it is shown.
 """
 
@@ -33,7 +33,7 @@ ASSUMED_GPU, ASSUMED_SHARE = "NVIDIA H100", 0.4
 ASSUMED_BYTES_PER_TOKEN = 4.0  # of downstream text, before there is a vocabulary
 _SPECIAL_TOKENS = 4  # of a pair
 _FEW_TOKENS = 4096  # of a calibrating micro-batch at most, on a CPU; a GPU would idle
-_SECONDS, _UPDATES = 2.0, 3  # of a calibration, at least
+_SECONDS, _STEPS = 2.0, 3  # of a calibration, at least
 
 
 @dataclass(frozen=True)
@@ -57,22 +57,22 @@ class Rate:
     source: str
 
 
-def cost(cell: Cell, mean_length: float | None = None, updates_done: int = 0) -> Cost:
+def cost(cell: Cell, mean_length: float | None = None, steps_done: int = 0) -> Cost:
     """Of pretraining and the effective ranks. mean_length: tokens of a training sample on average (None: full
-    sequences). updates_done: what is left after so many."""
+    sequences). steps_done: what is left after so many."""
     config, length = cell.config, round(mean_length or cell.corpus.seq_len)
     with torch.device("meta"):
         model = MaeLm(config.model)
     batch = _random_batch(config, model, 1, length)
     per_sample = training_flops(config.model, *batch.lengths)
     optim, runtime, m = config.optim, config.runtime, config.model
-    updates = optim.max_steps - updates_done
-    trained = updates * optim.batch_size
-    evaluated = -(-updates // runtime.eval_every) * runtime.eval_samples
+    steps = optim.max_steps - steps_done
+    trained = steps * optim.batch_size
+    evaluated = -(-steps // runtime.eval_every) * runtime.eval_samples
     gram = 2 * length * m.hidden_size**2 * (m.num_layers + 1)
     ranks = len(cell.rank_steps) * cell.rank_samples * 3 * (per_sample / 3 + gram)  # three inputs to the encoder
     parameters = sum(p.numel() for p in model.parameters())
-    saved = -(-updates // runtime.save_every)
+    saved = -(-steps // runtime.save_every)
     return Cost(trained * length, trained * per_sample + evaluated * per_sample / 3 + ranks, saved * parameters * 12)
 
 
@@ -137,7 +137,7 @@ def needs_gpu_missing_here(scale: Scale) -> bool:
 
 
 def measured_rate(config: RunConfig) -> float:
-    """FLOP/s of a few updates on random tokens: the median, after one that is not counted."""
+    """FLOP/s of a few steps on random tokens: the median, after one that is not counted."""
     device = choose_device(config.runtime)
     bf16 = choose_precision(config.runtime, device) == "bf16"
     length = config.model.max_positions
@@ -150,7 +150,7 @@ def measured_rate(config: RunConfig) -> float:
     batch = _random_batch(config, model, size, length).to(device)
     flops = training_flops(config.model, *batch.lengths)
     seconds: list[float] = []
-    while len(seconds) <= _UPDATES or sum(seconds) < _SECONDS:
+    while len(seconds) <= _STEPS or sum(seconds) < _SECONDS:
         start = time.perf_counter()
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
             loss, _ = model(batch, dropout_seed=len(seconds))

@@ -21,7 +21,7 @@ from maelm_fast.finetuning import tasks
 from maelm_fast.finetuning.fingerprint import digest
 from maelm_fast.finetuning.tasks import Task
 from maelm_fast.paper.catalogue import FIRST_CHOICES, Experiment, Row
-from maelm_fast.paper.downstream import FineTuning, Found, Unit, finetunings, promptings
+from maelm_fast.paper.downstream import Found, Unit, finetunings, promptings
 from maelm_fast.paper.scales import Corpus, Scale, Setting
 
 PRETRAINING = "pretraining"
@@ -76,13 +76,6 @@ class Cell:
         """The parts of the work in order, each with the hash of what decides its result."""
         ranks = {rank_stage(step): digest(self.key, step, self.rank_samples) for step in self.rank_steps}
         return {PRETRAINING: self.key, **ranks, **{unit.stage: unit.hash(self.key) for unit in self.units}}
-
-    def finetunings(self, task: str, step: int | None = None) -> list[FineTuning]:
-        """On a task, from a checkpoint, the last one by default."""
-        wanted = self.rank_steps[-1] if step is None else step
-        return [
-            unit for unit in self.units if isinstance(unit, FineTuning) and (unit.task, unit.step) == (task, wanted)
-        ]
 
 
 @dataclass(frozen=True)
@@ -186,13 +179,13 @@ class Plan:
 
 
 def make_plan(
-    experiment: Experiment, scale: Scale, seeds: int = 1, updates: int | None = None, labels: Sequence[str] = ()
+    experiment: Experiment, scale: Scale, seeds: int = 1, steps: int | None = None, labels: Sequence[str] = ()
 ) -> Plan:
-    """updates: of every run, instead of the scale's own number. labels: of the only rows wanted; empty: all.
+    """steps: of every run, instead of the scale's own number. labels: of the only rows wanted; empty: all.
 
     Raises UserError for labels that are not there, or of an experiment that is about all of its rows."""
     require(seeds >= 1, f"--seeds must be at least 1, not {seeds}")
-    require(updates is None or updates >= 2, f"--updates must be at least 2, not {updates}")
+    require(steps is None or steps >= 2, f"--steps must be at least 2, not {steps}")
     rows = [row for row in experiment.rows if row.setting in scale.settings]
     left_out = tuple(row for row in experiment.rows if row not in rows)
     if labels:
@@ -202,18 +195,18 @@ def make_plan(
         require(not unknown, f"{experiment.name} has no row {shlex.join(unknown)}; its rows: {shlex.join(known)}")
         rows = [row for row in rows if row.label in labels]
     cells = tuple(
-        _cell(row, scale, scale.settings[row.setting], seed, updates, experiment.use == "checkpoints")
+        _cell(row, scale, scale.settings[row.setting], seed, steps, experiment.use == "checkpoints")
         for row in rows
         for seed in range(seeds)
     )
     return Plan(experiment, scale, cells, left_out, seeds)
 
 
-def _cell(row: Row, scale: Scale, setting: Setting, seed: int, updates: int | None, every_checkpoint: bool) -> Cell:
+def _cell(row: Row, scale: Scale, setting: Setting, seed: int, steps: int | None, every_checkpoint: bool) -> Cell:
     config = dataclasses.replace(configured(setting.config, row.variants), seed=seed)
-    if updates is not None:
+    if steps is not None:
         config = presets.change(
-            config, optim={"max_steps": updates, "warmup_steps": min(config.optim.warmup_steps, updates // 10)}
+            config, optim={"max_steps": steps, "warmup_steps": min(config.optim.warmup_steps, steps // 10)}
         )
     last = config.optim.max_steps
     every = -(-last // scale.checkpoints)
@@ -221,8 +214,8 @@ def _cell(row: Row, scale: Scale, setting: Setting, seed: int, updates: int | No
         config,
         runtime={"save_every": every, "eval_every": every, "keep_checkpoints": scale.checkpoints, "early_stop": 0},
     )
-    steps = (*range(every, last, every), last)
-    return Cell(row, setting.preset, config, steps if every_checkpoint else (last,), scale.rank_samples, setting.corpus)
+    ranked = (*range(every, last, every), last) if every_checkpoint else (last,)
+    return Cell(row, setting.preset, config, ranked, scale.rank_samples, setting.corpus)
 
 
 def configured(config: RunConfig, variants: tuple[str, ...]) -> RunConfig:

@@ -46,7 +46,7 @@ from maelm_fast.work import lock
 
 REPORT, PICTURE = "SWEEP.md", "sweep.png"
 LAST = "last"
-"""The metric of the rows with the task's own after the last update."""
+"""The metric of the rows with the task's own after the last step."""
 _MEASURED = ("steps", "skipped", "seconds", "examples_per_s", "device", "precision")
 
 PrintedRow = tuple[str, Mapping[str, str]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +21,6 @@ from maelm_fast.analysis.effective_rank import (
     InputRanks,
     effective_ranks,
     measure,
-    read_reports,
 )
 from maelm_fast.analysis.inputs import encoder_inputs, from_encoder
 from maelm_fast.batch import PackedBatch
@@ -261,19 +262,17 @@ def test_short_sequences_without_a_masked_token_have_rank_0() -> None:
     assert entries["mask_positions"].ranks == [[0, 0, 0]]
 
 
-def test_a_report_comes_back_as_it_was_written(make_run: Callable[..., RunDir], store: Path, tmp_path: Path) -> None:
+def test_a_report_as_it_is_written(make_run: Callable[..., RunDir], store: Path, tmp_path: Path) -> None:
     run = make_run()
     report = measure(load_run(run.path), TokenStore(store, "validation"), (0.5, 0.9), samples=8)
     report.write(tmp_path / "out" / REPORT_FILE)
-    assert read_reports(tmp_path / "out" / REPORT_FILE) == [report]
+    written = json.loads((tmp_path / "out" / REPORT_FILE).read_text())
+    assert written == {"reports": [dataclasses.asdict(report)]}
     assert not report.centred
     assert report.samples == 8
     assert report.title == "tiny, step 20"
     with pytest.raises(UserError, match="cannot write"):
         report.write(tmp_path / "out" / REPORT_FILE / "below-a-file.json")
-    (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(UserError, match="not a report of effective ranks"):
-        read_reports(tmp_path / "bad.json")
 
 
 @pytest.mark.parametrize(

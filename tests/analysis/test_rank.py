@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from maelm_fast.analysis.effective_rank import REPORT_FILE, SEES_MASK, read_reports
+from maelm_fast.analysis.effective_rank import REPORT_FILE, SEES_MASK
 from maelm_fast.analysis.huggingface import (
     MASKING,
     load_checkpoint,
@@ -147,9 +147,9 @@ def test_the_command_on_a_checkpoint(
     argv = ["rank", "--hf", str(checkpoints / "bert"), "--text", str(text_file), "--samples", "4", "--length", "24"]
     assert main([*argv, "--tau", "0.5,0.9", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    (report,) = read_reports(out / REPORT_FILE)
-    assert (report.taus, report.data) == ([0.5, 0.9], str(text_file))
-    assert report.inputs[0].tokens == 96
+    (report,) = json.loads((out / REPORT_FILE).read_text())["reports"]
+    assert (report["taus"], report["data"]) == ([0.5, 0.9], str(text_file))
+    assert report["inputs"][0]["tokens"] == 96
     assert (out / "effective_rank.png").read_bytes().startswith(PNG)
     assert "bert: 0.5-effective rank of 32 dimensions" in printed
     assert "fewer tokens than dimensions in: [MASK] positions alone" in printed
@@ -227,10 +227,10 @@ def test_runs_and_checkpoints_are_compared_in_one_report(
     mlm, mae = make_run("mlm", "roberta_tiny"), make_run("mae", "tiny")
     argv = ["rank", str(mlm.path), str(mae.path), "--hf", str(checkpoints / "mpnet"), "--data", str(store)]
     assert main([*argv, "--samples", "4", "--tau", "0.9,0.8", "--out", str(tmp_path / "both")]) == 0
-    reports = read_reports(tmp_path / "both" / REPORT_FILE)
-    assert [report.name for report in reports] == ["roberta_tiny", "tiny", "mpnet"]
-    assert [report.encoder_sees_mask for report in reports] == [True, False, True]
-    assert all(report.taus == [0.8, 0.9] for report in reports)
+    reports = json.loads((tmp_path / "both" / REPORT_FILE).read_text())["reports"]
+    assert [report["name"] for report in reports] == ["roberta_tiny", "tiny", "mpnet"]
+    assert [report["encoder_sees_mask"] for report in reports] == [True, False, True]
+    assert all(report["taus"] == [0.8, 0.9] for report in reports)
     assert (tmp_path / "both" / "effective_rank.png").read_bytes().startswith(PNG)
     assert not mlm.report.exists()
     printed = capsys.readouterr().out

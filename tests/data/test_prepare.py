@@ -487,7 +487,7 @@ def test_unigram_entropy_is_that_of_the_samples(text):
     tokens = np.concatenate(list(TokenStore.open(text.parent / "store", "validation")))
     shares = np.unique(tokens, return_counts=True)[1] / len(tokens)
     assert manifest.unigram_nats == pytest.approx(-(shares * np.log(shares)).sum())
-    assert manifest.train_unigram_nats > 0
+    assert manifest.splits["train"].unigram_nats > 0
 
 
 # Configuration and command line

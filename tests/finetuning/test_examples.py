@@ -8,7 +8,7 @@ import pytest
 
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.examples import Answer, Examples, read_task
-from maelm_fast.finetuning.tasks import custom, get
+from maelm_fast.finetuning.tasks import custom, get, with_range
 
 ROWS = [
     {"sentence": "a fine film", "label": 1, "idx": 0},
@@ -303,7 +303,7 @@ def test_scores_of_a_users_file(tmp_path):
     assert data.task.label_range == (-2.0, 8.0)
     assert data.train.ids == ["0", "1", "2"]
     assert any("column 'id'" in note and "repeats" in note for note in data.notes)
-    given = custom("regression", ["a"], "score", label_range=(0, 10))
+    given = with_range(custom("regression", ["a"], "score"), (0, 10))
     fails("line 1: label -2 lies outside 0 to 10", given, tmp_path)
     splits(tmp_path, rows[:1])
     fails("there is nothing to learn", custom("regression", ["a"], "score"), tmp_path)

@@ -7,7 +7,7 @@ import pytest
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.examples import Answer, Examples, SpanExamples, TaskData
 from maelm_fast.finetuning.metrics import baselines, confusion, evaluate
-from maelm_fast.finetuning.tasks import custom, get
+from maelm_fast.finetuning.tasks import custom, get, with_labels
 
 TRUE = np.array([1, 1, 1, 1, 0, 0])
 PREDICTED = np.array([1, 1, 1, 0, 0, 1])  # 3 true positives, 1 false one, 1 true negative, 1 false one
@@ -19,7 +19,7 @@ def examples(task, texts, labels, split="validation"):
 
 
 def test_two_classes_by_hand():
-    task = custom("classification", ["a"], "y", labels=["no", "yes"])
+    task = with_labels(custom("classification", ["a"], "y"), ["no", "yes"])
     result = evaluate(task, PREDICTED, TRUE)
     assert result["accuracy"] == pytest.approx(100 * 4 / 6)
     assert result["f1"] == pytest.approx(100 * 2 * 3 / (2 * 3 + 1 + 1))

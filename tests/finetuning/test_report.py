@@ -24,7 +24,7 @@ from maelm_fast.finetuning.problem import Evaluation
 from maelm_fast.finetuning.report import effective_ranks, median_of, summary
 from maelm_fast.finetuning.run import Result
 from maelm_fast.finetuning.saving import load_finetuned
-from maelm_fast.finetuning.tasks import TASKS, custom
+from maelm_fast.finetuning.tasks import TASKS, custom, with_labels
 from tests.finetuning import toys
 
 CONFIG = FinetuneConfig(
@@ -191,7 +191,7 @@ def test_metrics_that_a_development_set_has_not() -> None:
 
 def test_many_classes_are_counted_but_neither_drawn_nor_printed(tmp_path: Path) -> None:
     count = module.MAX_CLASSES + 1
-    task = custom("classification", ["a"], "y", labels=[f"class|{i}" for i in range(count)])
+    task = with_labels(custom("classification", ["a"], "y"), [f"class|{i}" for i in range(count)])
     part = toys.examples(task, "validation", [(("x",), 0)])
     data = TaskData(task, part, {"validation": part}, ())
     metrics = {"validation": dict.fromkeys(task.metrics, 50.0)}

@@ -67,10 +67,10 @@ def examples(task: tasks.Task, split: str, rows: list[Row]) -> Examples:
 
 def toy(make: Callable[[random.Random], Row], train: int = 400, validation: int = 120) -> TaskData:
     if make is score_rows:
-        task = tasks.custom("regression", ["a"], "y", label_range=(0.0, 5.0))
+        task = tasks.with_range(tasks.custom("regression", ["a"], "y"), (0.0, 5.0))
     else:
         columns = ["a", "b"] if make is pair_rows else ["a"]
-        task = tasks.custom("classification", columns, "y", labels=("no", "yes"))
+        task = tasks.with_labels(tasks.custom("classification", columns, "y"), ("no", "yes"))
     return TaskData(
         task,
         examples(task, "train", make_rows(make, train, 1)),

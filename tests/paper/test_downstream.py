@@ -127,7 +127,7 @@ def command(experiment: str, store: Path, out: Path, *options: object) -> list[s
 def placed(experiment: str, store: Path, out: Path, tasks: Path) -> Plan:
     asked, scale = catalogue.get(experiment), scales.get("smoke")
     found = find_tasks(asked.tasks, [str(tasks)], scale.downstream, asked.one_task)
-    return run.place_data(make_plan(asked, scale, updates=UPDATES).with_tasks(found), str(store), out)
+    return run.place_data(make_plan(asked, scale, steps=UPDATES).with_tasks(found), str(store), out)
 
 
 def never(*_: object, **__: object) -> Any:
@@ -237,7 +237,7 @@ def test_a_cell_of_the_grid_wins_by_as_many_seeds_as_the_others(
     plan, ledger = placed("table1", store, tmp_path, tasks), Ledger(tmp_path)
     cell, task = plan.cells[0], downstream.tasks.get("sst2")
     values = {(1, 0): 60.0, (1, 1): 62.0, (2, 0): 90.0, (3, 0): 70.0, (3, 1): 50.0}
-    for unit in cell.finetunings("sst2"):
+    for unit in (unit for unit in cell.units if (unit.task, unit.step) == ("sst2", cell.rank_steps[-1])):
         row = {"key": cell.key, "stage": unit.stage, "config": cell.stages[unit.stage]}
         value = values.get((unit.setting, unit.config.seed))
         metrics = {"metrics": {"validation": {"accuracy": value}}}

@@ -71,8 +71,8 @@ def test_tokens_add_up(scale: str, tokens: int) -> None:
     pair = plan("fig5", scale, seeds=2)
     assert [cost(cell).tokens for cell in pair.runs] == [tokens] * 4
     updates = pair.runs[0].config.optim.max_steps
-    assert cost(pair.runs[0], updates_done=updates // 4).tokens == tokens * 3 / 4
-    ranks = cost(pair.runs[0], updates_done=updates)
+    assert cost(pair.runs[0], steps_done=updates // 4).tokens == tokens * 3 / 4
+    ranks = cost(pair.runs[0], steps_done=updates)
     assert (ranks.tokens, ranks.disk) == (0, 0)
     assert 0 < ranks.flops < cost(pair.runs[0]).flops / 2
     assert cost(pair.runs[0], mean_length=10).tokens == tokens / scales.get(scale).settings["base"].corpus.seq_len * 10
@@ -100,7 +100,7 @@ def test_a_changed_configuration_is_another_cell() -> None:
     cell = plan("fig1").cells[0]
     others = [
         plan("fig1", seeds=2).cells[1],
-        plan("fig1", updates=50).cells[0],
+        plan("fig1", steps=50).cells[0],
         plan("fig1", "cpu").cells[0],
         plan("fig6").cells[0],
     ]
@@ -116,12 +116,12 @@ def test_experiments_share_runs() -> None:
     assert len(keys["fig4"] & keys["table2"]) == 2  # delta 0 and 1
 
 
-def test_updates_shorten_a_run_and_its_warm_up() -> None:
-    cell = plan("fig3", updates=7).cells[0]
+def test_steps_shorten_a_run_and_its_warm_up() -> None:
+    cell = plan("fig3", steps=7).cells[0]
     assert (cell.config.optim.max_steps, cell.config.optim.warmup_steps, cell.rank_steps) == (7, 0, (3, 6, 7))
 
 
-@pytest.mark.parametrize(("options", "message"), [({"seeds": 0}, "--seeds"), ({"updates": 1}, "--updates")])
+@pytest.mark.parametrize(("options", "message"), [({"seeds": 0}, "--seeds"), ({"steps": 1}, "--steps")])
 def test_senseless_numbers_are_refused(options: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         plan("fig1", **options)

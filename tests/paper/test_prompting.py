@@ -155,7 +155,7 @@ def test_tasks_without_a_template() -> None:
     with pytest.raises(UserError, match="squad_v2 is no prompting task"):
         template_for(tasks.get("squad_v2"))
     with pytest.raises(UserError, match="give --template and --label-words"):
-        template_for(tasks.custom("classification", ["a"], "y", labels=("no", "yes")), "{1} {mask}")
+        template_for(tasks.with_labels(tasks.custom("classification", ["a"], "y"), ("no", "yes")), "{1} {mask}")
 
 
 def test_label_words_that_cannot_be_told_apart() -> None:

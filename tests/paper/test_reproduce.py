@@ -62,7 +62,7 @@ def command(experiment: str, store: Path, out: Path, *options: str) -> list[str]
         str(store),
         "--out",
         str(out),
-        "--updates",
+        "--steps",
         str(UPDATES),
         *options,
     ]
@@ -351,7 +351,7 @@ def test_every_report_and_figure(name: str, store: Path, tmp_path: Path) -> None
 
 
 def test_a_report_says_which_rows_were_not_asked_for(store: Path, tmp_path: Path) -> None:
-    plan = make_plan(catalogue.get("fig4"), scales.get("smoke"), updates=UPDATES, labels=["0", "0.5"])
+    plan = make_plan(catalogue.get("fig4"), scales.get("smoke"), steps=UPDATES, labels=["0", "0.5"])
     plan = run.place_data(plan, str(store), tmp_path)
     lines = report(Results(plan, Ledger(tmp_path)), run.manifests(plan), {}).splitlines()
     assert "- Not asked for (`--rows`): 0.25; 0.75; 1." in lines

@@ -63,7 +63,7 @@ class Options:
     """Of fig4 and table2, only these rows, by their names in the plan: --rows 0 0.5 (default: all)."""
     seeds: int = 1
     """Pretrain every model with seeds 0 to N-1."""
-    updates: int | None = None
+    steps: int | None = option(None, aliases=("--updates",))
     """Of every run (default: the scale's)."""
     plan: bool = option(False, aliases=("--dry-run",))
     """Show the plan and its cost, and stop."""
@@ -74,7 +74,7 @@ class Options:
 def main(name: str, argv: list[str]) -> int:
     options: Options = parse(f"paper {name}", argv, Options, examples=EXAMPLES.format(name=name))
     scale = scales.get(options.scale)
-    plan = make_plan(catalogue.get(name), scale, options.seeds, options.updates, options.rows)
+    plan = make_plan(catalogue.get(name), scale, options.seeds, options.steps, options.rows)
     data = options.data or scale.text
     out = options.out or Path(f"reproduction-{scale.name}")
 
@@ -140,13 +140,13 @@ def _shown(plan: Plan, data: str | None, out: Path) -> Iterator[str]:
     length = _mean_length(plan)
     yield f"{plan.experiment.title}; scale {plan.scale.name}: {plan.scale.about}"
     yield f"data: {data or 'none given'}" + (", not prepared yet" if data and not plan.cells[0].data else "")
-    yield f"{'run':42}{'seed':>5}{'updates':>11}{'tokens':>9}{'FLOP':>11}{'about':>10}"
+    yield f"{'run':42}{'seed':>5}{'steps':>11}{'tokens':>9}{'FLOP':>11}{'about':>10}"
     results = Results(plan, Ledger(out))
     unfinished = [cell.key for cell in results.unfinished(units=False)]
     rate = rate_for(plan)
     everything, seconds = Cost(), 0.0
     for cell in plan.runs:
-        one, left = cost(cell, length), cost(cell, length, _updates_done(cell, results, out))
+        one, left = cost(cell, length), cost(cell, length, _steps_done(cell, results, out))
         everything += one
         finished = cell.key not in unfinished
         time = 0.0 if finished else left.flops / rate.flops_per_s[cell.row.setting]
@@ -172,7 +172,7 @@ def _shown(plan: Plan, data: str | None, out: Path) -> Iterator[str]:
         yield f"missing: {sentence}"
 
 
-def _updates_done(cell: Cell, results: Results, out: Path) -> int:
+def _steps_done(cell: Cell, results: Results, out: Path) -> int:
     """By the newest checkpoint, unless the run is finished."""
     if results.pretraining(cell) is not None:
         return cell.config.optim.max_steps

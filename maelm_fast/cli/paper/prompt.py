@@ -86,9 +86,9 @@ class Options:
         f"{', '.join(f'{lr:g}' for lr in GRID_LRS)}, batches {', '.join(map(str, GRID_BATCH_SIZES))}.",
     )
     steps: int = option(FewShotConfig.steps, more=True)
-    """Few-shot: updates."""
+    """Few-shot: optimiser updates."""
     evaluate_every: int = option(FewShotConfig.evaluate_every, more=True)
-    """Few-shot: updates between evaluations on the examples to choose by."""
+    """Few-shot: steps between evaluations on the examples to choose by."""
     dropout: float = option(FinetuneConfig.dropout, more=True)
     """Few-shot."""
     max_length: int = option(512, more=True)
@@ -131,7 +131,7 @@ def _progress(seconds: float = 10.0) -> Callable[[dict[str, Any]], None]:
         nonlocal last
         if row["kind"] == "train" and time.monotonic() - last >= seconds:
             last = time.monotonic()
-            print(f"  update {row['step']:,} of {row['steps']:,}, {row['examples_per_s']:.1f} examples/s", flush=True)
+            print(f"  step {row['step']:,} of {row['steps']:,}, {row['examples_per_s']:.1f} examples/s", flush=True)
 
     return watch
 

@@ -3,7 +3,7 @@ drawn five times; the task's whole validation split is the test.
 
 The draws are functions of the seed (data/order.py), so that whoever has the same training file has the same ones; they
 are not Gao et al.'s files, whose order came from NumPy. Their settings are the defaults here: AdamW without weight
-decay, gradients clipped at 1, linear decay without warm-up, 1,000 updates, evaluated every 100. Of their grid of
+decay, gradients clipped at 1, linear decay without warm-up, 1,000 steps, evaluated every 100. Of their grid of
 learning rates and batch sizes one pair is the default, that at which they compare templates.
 """
 
@@ -45,7 +45,7 @@ class FewShotConfig:
     batch_sizes: tuple[int, ...] = (8,)
     steps: int = 1000
     evaluate_every: int = 100
-    """Updates between evaluations on the development examples; the best one's weights are tested."""
+    """Steps between evaluations on the development examples; the best one's weights are tested."""
 
     def __post_init__(self) -> None:
         for name in ("shots", "steps", "evaluate_every"):
@@ -122,7 +122,7 @@ def few_shot(
     best: nn.Module | None = None
     for lr in few.lrs:
         for size in few.batch_sizes:
-            # One epoch over the examples repeated is as long as all updates.
+            # One epoch over the examples repeated is as long as all steps.
             repeated = shown.take(np.arange(few.steps * size) % len(shown))
             config = replace(
                 base, lr=lr, batch_size=size, epochs=1, evaluations_per_epoch=few.steps // few.evaluate_every, seed=seed

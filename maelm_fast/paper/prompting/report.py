@@ -154,8 +154,8 @@ def _explained(plan: Plan, found: Found, about: dict[str, dict[str, Any]]) -> li
         seeds = ", ".join(map(str, plan.seeds))
         lines += [
             f"- Few-shot: {len(plan.seeds)} draws (seeds {seeds}) of {few.shots} examples per label to train on and as "
-            f"many others to choose by, from the training file; {few.steps:,} updates {choice}; the best of the "
-            f"evaluations every {few.evaluate_every} updates is tested. The draws are this program's, not the files of "
+            f"many others to choose by, from the training file; {few.steps:,} steps {choice}; the best of the "
+            f"evaluations every {few.evaluate_every} steps is tested. The draws are this program's, not the files of "
             "Gao et al. (2021), so that numbers compare with theirs on average only.",
         ]
     lines += [
