@@ -83,10 +83,9 @@ def _tracks() -> dict[str, Track]:
                 "masks": Entry("AdamW, 40% to 15% masked", presets.change(tiny, masking=falling)),
                 "muon": Entry("Muon, 15% masked", presets.change(tiny, optim=muon)),
                 "both": Entry("Muon, 40% to 15% masked", presets.change(tiny, masking=falling, optim=muon)),
-                "fast": Entry("the same, higher learning rates: tiny_fast", fast("tiny_fast", 1_600)),
-                "fast_short": Entry("the same, 300 updates", fast("tiny_fast", 300)),
+                "fast": Entry("Muon, 40% to 15% masked, higher rates: tiny_fast", fast("tiny_fast", 1_600)),
                 "mlm_paper": Entry("AdamW, 15% masked: roberta_tiny", presets.get("roberta_tiny")),
-                "mlm_fast": Entry("roberta_tiny_fast", fast("roberta_tiny_fast", 1_600)),
+                "mlm_fast": Entry("Muon, 40% to 15% masked: roberta_tiny_fast", fast("roberta_tiny_fast", 1_600)),
             },
         ),
         "cpu": Track(
@@ -96,9 +95,9 @@ def _tracks() -> dict[str, Track]:
             vocab_size=4096,
             entries={
                 "paper": Entry("AdamW, 15% masked", cpu),
-                "fast": Entry("as tiny_fast", cpu_fast),
+                "fast": Entry("Muon, 40% to 15% masked", cpu_fast),
                 "mlm_paper": Entry("AdamW, 15% masked", presets.as_roberta(cpu)),
-                "mlm_fast": Entry("as roberta_tiny_fast", presets.as_roberta(cpu_fast)),
+                "mlm_fast": Entry("Muon, 40% to 15% masked", presets.as_roberta(cpu_fast)),
             },
         ),
     }

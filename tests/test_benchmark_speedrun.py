@@ -112,19 +112,20 @@ def made_up(entry: str, seed: int, seconds: float | None, loss: float, **changed
 
 
 def test_the_table_and_the_picture(tmp_path: Path) -> None:
-    """p is Welch's: of 1, 2, 3 and 5, 6, 7 with their own variances 0.0080 (as R's t.test has it); a newer row takes
-    an older one's place; another precision is another table."""
+    """p is Welch's: of 1, 1.1, 1.2 and 5, 6, 7 it is 0.013, and with one variance for both 0.001; a newer row takes an
+    older one's place; another precision is another table."""
     rows = [made_up("paper", seed, 5.0 + seed, 5.0 + seed) for seed in range(3)]
-    rows += [made_up("masks", seed, 1.0 + seed, 1.0 + seed) for seed in range(3)]
+    rows += [made_up("masks", seed, 1.0 + seed / 10, 1.0 + seed) for seed in range(3)]
     rows += [made_up("still", 0, None, 7.0), made_up("paper", 0, 1.0, 1.0, precision="bf16")]
     old = made_up("masks", 0, 99.0, 99.0, date="2026-11-22T00:00:00+00:00")
     tables = list(speedrun_tables([old, *rows]))
     assert len(tables) == 2
     cells = {row[0]: dict(zip(tables[0].header, row, strict=True)) for row in tables[0].rows}
     assert list(cells) == ["`paper`", "`masks`", "`still`"]
-    assert cells["`masks`"]["p"] == "0.008"
+    assert cells["`masks`"]["p"] == "0.01"
+    assert cells["`masks`"]["p of them"] == "0.008"
     assert cells["`paper`"]["p"] == "-"
-    assert cells["`masks`"]["CPU s to 6.00 nats"] == "2 [1, 3]"
+    assert cells["`masks`"]["CPU s to 6.00 nats"] == "1 [1, 1]"
     assert cells["`still`"]["CPU s to 6.00 nats"] == "-, 1 never"
     assert cells["`masks`"]["nats in the end"] == "2.000 [1.000, 3.000] after 6"
     out = tmp_path / "rows.jsonl"
