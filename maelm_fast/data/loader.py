@@ -1,7 +1,8 @@
 """The updates of a run as a function of their place: update k is the same whoever builds it, whenever.
 
 An update takes `batch_size` consecutive places of the run's endless sample order, packed into micro-batches. The state
-of the data is therefore one integer, the number of updates done; resuming needs no replay.
+of the data is therefore one integer, the number of updates done; resuming needs no replay. With several processes each
+reads, masks and packs only its own micro-batches.
 """
 
 from __future__ import annotations
@@ -48,12 +49,19 @@ class TrainingBatches(Dataset["list[PackedBatch] | list[RaggedBatch]"]):
         micro_batch_size: int,
         mask_on_device: bool = False,
         rate: Callable[[int], float] | None = None,
+        rank: int = 0,
+        world: int = 1,
     ) -> None:
         """The masker's seed is also the order's. rate: of an update, the share of the tokens to mask; None: the
-        masker's."""
+        masker's. Of each update, which is the same for all, the item holds the micro-batches rank, rank + world, ...;
+        empty ones are added where other ranks have one more."""
         self.store, self.masker, self.batch_size, self.mask_on_device = store, masker, batch_size, mask_on_device
-        self.rate = rate
-        self.micro_batch_tokens = min(micro_batch_size, batch_size) * store.manifest.seq_len
+        self.rate, self.rank, self.world = rate, rank, world
+        self.micro_batch_tokens = self.tokens_of(micro_batch_size)
+
+    def tokens_of(self, micro_batch_size: int) -> int:
+        """The most tokens in a micro-batch of that size."""
+        return min(micro_batch_size, self.batch_size) * self.store.manifest.seq_len
 
     def __len__(self) -> int:
         """Updates that one pass over the store takes, the last of which may run on into the next pass. Item i is there
@@ -66,7 +74,7 @@ class TrainingBatches(Dataset["list[PackedBatch] | list[RaggedBatch]"]):
     def update(self, update: int) -> Update:
         samples, epochs = self.samples(update)
         lengths = self.store.sample_lengths(samples)
-        order, counts = self.placed(lengths)
+        order, counts = self.share(*self.placed(lengths))
         samples, epochs = samples[order], epochs[order]
         batch = RaggedBatch(torch.from_numpy(self.store.read(samples)), lengths[order], samples, epochs)
         masker = self.masker if self.rate is None else self.masker.at_rate(self.rate(update))
@@ -75,11 +83,37 @@ class TrainingBatches(Dataset["list[PackedBatch] | list[RaggedBatch]"]):
             return RaggedUpdate.of(batch, counts, masker)
         return pack_update(batch, counts, masker)
 
-    def placed(self, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[int]]:
+    def placed(
+        self, lengths: NDArray[np.int64], micro_batch_tokens: int | None = None
+    ) -> tuple[NDArray[np.int64], list[int]]:
         """The order in which the micro-batches hold samples of these lengths, and how many each holds."""
         into_bins = best_fit if self.store.manifest.sample_mode == "full" else spread
-        bins, count = into_bins(lengths, self.micro_batch_tokens)
+        bins, count = into_bins(lengths, micro_batch_tokens or self.micro_batch_tokens)
         return np.argsort(bins, kind="stable"), np.bincount(bins, minlength=count).tolist()
+
+    def share(self, order: NDArray[np.int64], counts: list[int]) -> tuple[NDArray[np.int64], list[int]]:
+        """This rank's part of what `placed` returned."""
+        if self.world == 1:
+            return order, counts
+        parts = np.split(order, np.cumsum(counts))[self.rank : len(counts) : self.world]
+        empty = -(-len(counts) // self.world) - len(parts)
+        return np.concatenate([order[:0], *parts]), [len(part) for part in parts] + [0] * empty
+
+    def idle(self, micro_batch_size: int, update: int = 0) -> float:
+        """The share of their time for which the ranks would wait for the one with the most tokens of an update."""
+        lengths = self.store.sample_lengths(self.samples(update)[0])
+        order, counts = self.placed(lengths, self.tokens_of(micro_batch_size))
+        tokens = [int(lengths[part].sum()) for part in np.split(order, np.cumsum(counts))[:-1]]
+        most = max(sum(tokens[rank :: self.world]) for rank in range(self.world))
+        return 1.0 - sum(tokens) / (most * self.world)
+
+    def better_size(self, micro_batch_size: int) -> int:
+        """The largest micro_batch_size up to this one with which the ranks wait least, within 1%."""
+        rounds = -(-self.batch_size // (micro_batch_size * self.world))
+        sizes = {-(-self.batch_size // (self.world * (rounds + more))) for more in range(8)}
+        sizes = {size for size in sizes if size <= micro_batch_size} | {micro_batch_size}
+        idle = {size: self.idle(size) for size in sizes}
+        return max(size for size, share in idle.items() if share <= min(idle.values()) + 0.01)
 
     def samples(self, update: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(sample ids, epochs), each (batch_size,), of an update, in the run's order."""
@@ -140,11 +174,12 @@ def _leave_signals_to_the_trainer(ended: Any, _: int) -> None:
 
 
 def validation_batches(
-    store: TokenStore, masker: Masker, micro_batch_size: int, max_samples: int
+    store: TokenStore, masker: Masker, micro_batch_size: int, max_samples: int, rank: int = 0, world: int = 1
 ) -> Iterator[PackedBatch]:
-    """max_samples samples of a split, drawn from all of it, with masks: the same at every evaluation of a seed."""
+    """max_samples samples of a split, drawn from all of it, with masks: the same at every evaluation of a seed. Of
+    these a rank's share: batches rank, rank + world, ..."""
     total = min(len(store), max_samples)
     order = permutation(np.arange(total), len(store), masker.seed, VALIDATION_EPOCH)
-    for start in range(0, total, micro_batch_size):
+    for start in range(rank * micro_batch_size, total, world * micro_batch_size):
         samples = order[start : start + micro_batch_size]
         yield pack([store[int(i)] for i in samples], samples, np.full_like(samples, VALIDATION_EPOCH), masker)

@@ -78,7 +78,15 @@ def attention(
     name = dispatch.pick("attention", backend, q.device, able)
     if bias is not None and q.device.type == "cpu":
         layout.keep(("positions below", bias.positions), lambda: _check_positions(layout, bias.positions))
-    return BACKENDS[name].run(call)
+    return _nothing(call) if call.is_empty else BACKENDS[name].run(call)
+
+
+def _nothing(call: Call) -> Tensor:
+    """Zeros that depend on every input: a parameter behind them gets a gradient of zeros, not none, for which DDP, on a
+    process whose micro-batch is empty, would wait."""
+    inputs = [call.q, call.k, call.v] + ([] if call.bias is None else [call.bias.line])
+    zero = torch.stack([rows[:0].sum().to(call.q.dtype) for rows in inputs]).sum()
+    return torch.zeros_like(call.q) + zero
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, bias: PositionBias | None) -> None:

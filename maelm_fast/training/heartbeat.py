@@ -17,7 +17,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-DIRECTORY = "heartbeats"
 _FAILED = "maelm_fast/failed"
 _GRACE_S = 5.0  # for a process to end by itself when another has failed, or when its line has been said
 
@@ -36,8 +35,15 @@ class Watch(threading.Thread):
         self._ended, self._once = threading.Event(), threading.Lock()
         self._first: bool | None = None
 
-    def at(self, step: int, phase: str) -> None:
-        self._place = (self._place[0] + 1, step, phase, time.monotonic())
+    @property
+    def phase(self) -> str:
+        return self._place[2]
+
+    def at(self, phase: str, step: int | None = None) -> None:
+        """A phase begins; the same one again only says that this process is alive."""
+        count, before, its, _ = self._place
+        step = before if step is None else step
+        self._place = (count + ((step, phase) != (before, its)), step, phase, time.monotonic())
 
     def clear(self, directory: Path) -> None:
         """Removes what an earlier start has left, perhaps of more processes."""

@@ -6,6 +6,7 @@ Nothing is written before the checks have passed.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -35,16 +36,17 @@ def pretrain(preset: str, config: RunConfig, data: str, out: str, initial: Initi
 
     Raises UserError, before anything is written, for what does not fit together; Stopped after SIGTERM or SIGINT, when
     the run is saved. Called by each of the processes that torchrun started, if it did; rank 0 writes and prints."""
-    train, validation = TokenStore.open(data, "train"), TokenStore.open(data, "validation")
-    tokenizer = train.tokenizer()
-    vocabulary = vocabulary_of(tokenizer)
-    config = _fit_model(preset, config, train, vocabulary.size, initial, tokenizer)
-    record = RunRecord(preset, str(data), train.fingerprint, initial.source if initial else None)
     run = RunDir(out)
     with processes(config.runtime) as group, contextlib.ExitStack() as stack:
+        train, validation = TokenStore.open(data, "train"), TokenStore.open(data, "validation")
+        tokenizer = train.tokenizer()
+        vocabulary = vocabulary_of(tokenizer)
+        config = _fit_model(preset, config, train, vocabulary.size, initial, tokenizer)
+        record = RunRecord(preset, str(data), train.fingerprint, initial.source if initial else None)
         say: Callable[[str], None] = print if group.is_main else lambda _: None
         precision = choose_precision(config.runtime, group.device)
         group.from_main(lambda: stack.enter_context(_alone(run, record, config)))
+        group.watch(run.heartbeats)
         starts = group.from_main(run.starts)
         remedy = "move the run elsewhere" if starts else "choose another --out"
         with writing(run.path, remedy):
@@ -54,11 +56,14 @@ def pretrain(preset: str, config: RunConfig, data: str, out: str, initial: Initi
             fresh = load_initial(model, initial)
             say(f"initialised from {initial.source}" + (f"; newly initialised: {_summary(fresh)}" if fresh else ""))
         trainer = Trainer(run, config, model, train, validation, vocabulary, group, precision)
-        starts.append({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **environment(group.device, precision)})
+        now = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "processes": group.world}
+        starts.append({**now, **environment(group.device, precision)})
         with writing(run.path, remedy):
             group.from_main(lambda: _start_files(run, record, config, tokenizer.to_str(), starts))
         resumed = trainer.resume()
-        say(_banner(run, preset, config, trainer, train, precision, device_name(group.device)))
+        say(_banner(run, preset, config, trainer, train, precision))
+        if (advice := _idle(trainer)) is not None:
+            say(advice)
         if trainer.progress.finished:
             say(f"{run.path}: already finished ({trainer.progress.finished}) at step {trainer.progress.step:,}")
             return run
@@ -154,7 +159,8 @@ def _start_files(
     write_json(run.env_file, starts)
 
 
-_BEFORE_CONFIG = (".lock", "verified.json", "verified.json.tmp", "config.yaml.tmp")
+_MUCH_IDLE = 0.05
+_BEFORE_CONFIG = (".lock", "heartbeats", "verified.json", "verified.json.tmp", "config.yaml.tmp")
 """What one that was killed before its directory was a run may have left there."""
 
 
@@ -191,13 +197,15 @@ def _remove(run: RunDir) -> None:
     files = (run.metrics_file, run.env_file, run.tokenizer_file, run.verified_file, run.config_file)
     for path in files:
         path.unlink(missing_ok=True)
+    shutil.rmtree(run.heartbeats, ignore_errors=True)
     with contextlib.suppress(OSError):
         run.checkpoints.rmdir()
 
 
-def _banner(
-    run: RunDir, preset: str, config: RunConfig, trainer: Trainer, store: TokenStore, precision: str, device: str
-) -> str:
+def _banner(run: RunDir, preset: str, config: RunConfig, trainer: Trainer, store: TokenStore, precision: str) -> str:
+    device, group = device_name(trainer.device), trainer.processes
+    if group.world > 1:
+        device = f"{group.world} x {device} ({group.strategy})"
     parameters = sum(p.numel() for p in trainer.model.parameters())
     samples, updates = len(store), config.optim.max_steps * config.optim.batch_size
     return (
@@ -207,6 +215,20 @@ def _banner(
         + (f"{describe(trainer.optimizer)}\n" if config.optim.name == "muon" else "")
         + f"run: {run.path}"
     )
+
+
+def _idle(trainer: Trainer) -> str | None:
+    """What share of the processes' time would be lost to waiting, if it is much, and what would mend it."""
+    batches, size = trainer.batches, trainer.config.runtime.micro_batch_size
+    if batches.world == 1:
+        return None
+    idle, better = batches.idle(size), batches.better_size(size)
+    if idle < _MUCH_IDLE:
+        return None
+    said = f"{idle:.0%} of the {batches.world} processes' time is idle: an update's micro-batches do not divide by them"
+    if better == size:
+        return f"{said}; use fewer processes, or a larger optim.batch_size"
+    return f"{said}; with --runtime.micro-batch-size {better} it is {batches.idle(better):.0%}"
 
 
 def _summary(names: list[str]) -> str:

@@ -47,8 +47,8 @@ def live_ranks(
     """tau-effective ranks of the real tokens' representations: rank_input (embedding output), rank_middle, rank_last.
 
     Where the encoder reads [MASK] there is also rank_last_mask, of the [MASK] positions alone, and rank_last_all, of
-    both together. batches: as the model trains on them (live_batches). rank_tokens: how many real tokens there were. A
-    model whose parameters are sharded must be measured on every rank at once."""
+    both together. batches: as the model trains on them (live_batches). rank_tokens: how many real tokens there were.
+    Parameters that are in parts over several processes must be whole (Processes.whole_parameters)."""
     last = model.config.num_layers
     places = [
         ("input", 0, "real"),

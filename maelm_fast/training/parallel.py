@@ -38,8 +38,9 @@ class Processes:
 
     rank, world, strategy = 0, 1, "none"
 
-    def __init__(self, runtime: RuntimeConfig) -> None:
-        self.device = choose_device(runtime)
+    def __init__(self, device: torch.device) -> None:
+        """device: this process's own."""
+        self.device = device
 
     @property
     def is_main(self) -> bool:
@@ -83,24 +84,25 @@ class Processes:
     def watch(self, directory: Path) -> None:
         """From now on keep a heartbeat in that directory, for the error that names who is missing."""
 
-    def at(self, step: int, phase: str) -> None:
-        """What this process does from now on, for its heartbeat: "waiting for data"."""
+    def at(self, phase: str, step: int | None = None) -> None:
+        """What this process does from now on, for its heartbeat: "waiting for data". step: of that many updates in all,
+        the one in hand; None: as before."""
 
 
 class _Several(Processes):
     """One of several, which torchrun has started."""
 
     def __init__(self, runtime: RuntimeConfig) -> None:
-        super().__init__(runtime)
         import torch.distributed as dist
         from torch.distributed.rendezvous import rendezvous
 
-        self.dist, local = dist, int(os.environ.get("LOCAL_RANK", "0"))
+        super().__init__(choose_device(runtime))
+        self.dist = dist
         if self.device.type == "cuda":
+            local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
             require(
-                local < torch.cuda.device_count(),
-                f"more processes on this machine than its {torch.cuda.device_count()} GPUs: start torchrun with "
-                f"--nproc-per-node {torch.cuda.device_count()}",
+                local < there,
+                f"more processes on this machine than its {there} GPUs: start torchrun with --nproc-per-node {there}",
             )
             self.device = torch.device("cuda", local)
             torch.cuda.set_device(self.device)
@@ -143,12 +145,20 @@ class _Several(Processes):
         model.set_is_last_backward(last)
         yield
 
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        before = self.watcher.phase
+        self.at("waiting for the others")
+        yield
+        self.at(before)
+
     def total(self, count: int) -> Tensor:
         here = torch.tensor(count, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
         return self.sum(here).clamp(min=1)
 
     def sum(self, numbers: Tensor) -> Tensor:
-        self.dist.all_reduce(numbers)
+        with self._together():
+            self.dist.all_reduce(numbers)
         return numbers
 
     def from_main(self, function: Callable[[], T]) -> T:
@@ -158,7 +168,8 @@ class _Several(Processes):
                 told[0] = function()
             except UserError as error:
                 told[1] = error
-        self.dist.broadcast_object_list(told, device=torch.device("cpu"))
+        with self._together():
+            self.dist.broadcast_object_list(told, device=torch.device("cpu"))
         if told[1] is not None:
             raise told[1] if self.is_main else SystemExit(2)  # of which one says it
         answer: T = told[0]
@@ -166,7 +177,8 @@ class _Several(Processes):
 
     def everyone(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.world
-        self.dist.all_gather_object(values, value)
+        with self._together():
+            self.dist.all_gather_object(values, value)
         return values
 
     @contextlib.contextmanager
@@ -186,8 +198,8 @@ class _Several(Processes):
         self.from_main(lambda: self.watcher.clear(directory))
         self.watcher.directory = directory
 
-    def at(self, step: int, phase: str) -> None:
-        self.watcher.at(step, phase)
+    def at(self, phase: str, step: int | None = None) -> None:
+        self.watcher.at(phase, step)
 
     def is_loss_of_others(self, error: Exception) -> bool:
         """Whether that is what a collective raises when another process has gone or does not come."""
@@ -210,7 +222,7 @@ def processes(runtime: RuntimeConfig) -> Iterator[Processes]:
     A UserError in one process ends all: it is raised in the first one that has one, with its rank, and the others exit
     with status 2 and say nothing. A process that has gone, or that hangs for runtime.parallel.timeout_s, is one too."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Processes(runtime)
+        yield Processes(choose_device(runtime))
         return
     several = _Several(runtime)
     watcher = several.watcher

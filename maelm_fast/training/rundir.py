@@ -6,6 +6,7 @@ verified.json    the store's files when their content was compared (verified.py)
 tokenizer.json   the store's tokenizer, so that the run can be used without the store
 metrics.jsonl    one row per logged update and per evaluation
 checkpoints/     step_N/: model.safetensors, optimizer.safetensors, state.json, checksums.json
+heartbeats/      while several processes run it: where each is (heartbeat.py)
 report/          plots and tables
 """
 
@@ -48,6 +49,7 @@ class RunDir:
         self.metrics_file = self.path / "metrics.jsonl"
         self.tokenizer_file = self.path / "tokenizer.json"
         self.checkpoints = self.path / "checkpoints"
+        self.heartbeats = self.path / "heartbeats"
         self.report = self.path / "report"
 
     @property

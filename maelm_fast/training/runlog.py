@@ -17,12 +17,15 @@ _PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal to re
 
 
 class Metrics:
-    """metrics.jsonl: one JSON object a line, each written once and whole."""
+    """metrics.jsonl: one JSON object a line, each written once and whole. Nothing if it is not `on`: of several
+    processes one writes it."""
 
-    def __init__(self, run: RunDir, step: int) -> None:
+    def __init__(self, run: RunDir, step: int, on: bool = True) -> None:
         """Opens the file to go on after `step`: rows beyond it, of updates that a crash undid, and an unfinished last
         line are removed first, so that every update is in the file once."""
-        self._path = run.metrics_file
+        self.on, self._path = on, run.metrics_file
+        if not on:
+            return
         kept = [row for row in run.metrics() if row["step"] <= step]
         with writing(run.metrics_file, "move the run elsewhere"):
             if run.metrics_file.exists():
@@ -31,6 +34,8 @@ class Metrics:
 
     def write(self, row: dict[str, Any]) -> None:
         """Numbers that are not finite, a skipped update's, are written as null: JSON has no others."""
+        if not self.on:
+            return
         row = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
         with writing(self._path, "move the run elsewhere"):
             self._file.write(json.dumps(row) + "\n")
@@ -38,6 +43,8 @@ class Metrics:
 
     def sync(self) -> None:
         """Before a save, which costs only itself if this fails: OSError."""
+        if not self.on:
+            return
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -45,18 +52,20 @@ class Metrics:
             raise OSError(f"cannot write {self._path}: {error.strerror}") from None
 
     def close(self) -> None:
-        self._file.close()
+        if self.on:
+            self._file.close()
 
 
 class Display:
-    """Progress for people. On a terminal one line is redrawn; elsewhere a line is printed every few seconds."""
+    """Progress for people. On a terminal one line is redrawn; elsewhere a line is printed every few seconds. Nothing if
+    it is not `on`: of several processes one shows it."""
 
-    def __init__(self, first_step: int, max_steps: int) -> None:
-        self.max_steps = max_steps
+    def __init__(self, first_step: int, max_steps: int, on: bool = True) -> None:
+        self.max_steps, self.on = max_steps, on
         self._first, self._start = first_step, time.monotonic()
         self._last_plain = 0.0
         self._progress = None
-        if sys.stdout.isatty():
+        if on and sys.stdout.isatty():
             from rich.progress import BarColumn, Progress, TextColumn
 
             self._progress = Progress(
@@ -89,14 +98,14 @@ class Display:
         text += f"  ETA {self._eta(step)}"
         if self._progress is not None:
             self._progress.update(self._task, completed=step, text=text)
-        elif time.monotonic() - self._last_plain >= _PLAIN_SECONDS or step == self.max_steps:
+        elif self.on and (time.monotonic() - self._last_plain >= _PLAIN_SECONDS or step == self.max_steps):
             self._last_plain = time.monotonic()
             print(text, flush=True)
 
     def say(self, text: str) -> None:
         if self._progress is not None:
             self._progress.console.print(text, highlight=False)
-        else:
+        elif self.on:
             print(text, flush=True)
 
     def _eta(self, step: int) -> str:

@@ -19,6 +19,7 @@ from maelm_fast.batch import PackedBatch
 from maelm_fast.errors import UserError
 from maelm_fast.masking import Masker
 from maelm_fast.model.maelm import MaeLm
+from maelm_fast.training.parallel import Forward, Processes, whole
 
 
 class Numbers(NamedTuple):
@@ -29,37 +30,62 @@ class Numbers(NamedTuple):
     norm: float
     skipped: float
     """1 if the gradient was not finite and nothing was changed, else 0."""
+    original: float = 0
+    visible: float = 0
+    masked: float = 0
+    """Tokens, as in TokenCounts."""
+    flops: float = 0
+    """Model FLOPs, if somebody wants to know."""
+    stop: float = 0
+    """How many processes have been asked to stop."""
 
 
 class TrainStep:
     """Forward and backward of an update's micro-batches, then clipping and AdamW.
 
     optimizer: fused AdamW (training/optim.py) over the model's parameters. clip_norm: 0 is off. precision: "bf16" for
-    autocast, "fp32"."""
+    autocast, "fp32". processes, forward: those that share the update, and what they made of the model."""
 
-    def __init__(self, model: MaeLm, optimizer: torch.optim.AdamW, clip_norm: float, precision: str) -> None:
+    def __init__(
+        self,
+        model: MaeLm,
+        optimizer: torch.optim.AdamW,
+        clip_norm: float,
+        precision: str,
+        processes: Processes | None = None,
+        forward: Forward | None = None,
+    ) -> None:
         self.model, self.optimizer = model, optimizer
         self.parameters = list(model.parameters())
         self.clip_norm, self.precision = clip_norm, precision
+        self.processes = processes or Processes(self.parameters[0].device)
+        self.forward = forward or model
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.parameters[0].device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     def __call__(self, micro_batches: Sequence[PackedBatch], seeds: Tensor, lr: float) -> Tensor:
-        """seeds: (micro-batches,) int64 on the device, dropout's. Returns Numbers as (4,) float64 on the device."""
+        """seeds: (micro-batches,) int64 on the device, dropout's. Returns the first four of Numbers, (4,) float64 on
+        the device; with several processes, who all must call this with as many micro-batches, loss and correct are this
+        one's share of the sum."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         return self.compute(micro_batches, seeds)
 
     def compute(self, micro_batches: Sequence[PackedBatch], seeds: Tensor) -> Tensor:
         """The update at the learning rate that is set."""
-        device = seeds.device
-        predicted = max(sum(self.model.predicted_tokens(batch.counts) for batch in micro_batches), 1)
+        device, processes = seeds.device, self.processes
+        predicted = processes.total(sum(self.model.predicted_tokens(batch.counts) for batch in micro_batches))
+        mean = predicted / processes.world  # the gradients are averaged over the processes, not summed
         loss, correct = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
-        for batch, seed in zip(micro_batches, seeds, strict=True):
-            with self.autocast():
-                batch_loss, batch_correct = self.model(batch, dropout_seed=seed)
-            (batch_loss / predicted).backward()
+        for i, (batch, seed) in enumerate(zip(micro_batches, seeds, strict=True), start=1):
+            last = i == len(micro_batches)
+            with processes.communicating(self.forward, last):
+                with self.autocast():
+                    batch_loss, batch_correct = self.forward(batch, dropout_seed=seed)
+                if last:
+                    processes.at("adding up gradients")
+                (batch_loss / mean).backward()
             loss += batch_loss.detach()
             correct += batch_correct
         norm, skipped = apply_gradients(self.optimizer, self.parameters, self.clip_norm)
@@ -72,8 +98,8 @@ def apply_gradients(
     """torch.nn.utils.clip_grad_norm_ (unless clip_norm is 0), optimizer.step() if that norm is finite, and zero_grad().
 
     optimizer: fused, over `parameters`. Returns the norm before clipping and 1.0 if the step was left out, else 0.0;
-    both 0-d fp32 on the device."""
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    both 0-d fp32 on the device, and the same on every process that shares the gradients."""
+    norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
     skipped = norm.isfinite().logical_not().float()
     fused: Any = optimizer  # the names by which a gradient scaler hands these to a fused optimiser
     fused.grad_scale = (norm / (clip_norm or math.inf)).clamp(min=1.0)
@@ -128,9 +154,12 @@ class GraphedStep:
         torch._foreach_copy_([*(tensor for batch in batches for tensor in batch.tensors), held], [*sources, seeds])
 
 
-def check_recordable(device: torch.device, masker: Masker, sample_lengths: Iterable[int]) -> None:
-    """Raises UserError if there is no GPU or updates can differ in shape, so that no graph can be replayed."""
-    if device.type != "cuda":
+def check_recordable(device: torch.device, masker: Masker, sample_lengths: Iterable[int], world: int = 1) -> None:
+    """Raises UserError if there is no GPU, if there are several processes (ours: what DDP and FSDP2 do around a step is
+    not recorded) or if updates can differ in shape, so that no graph can be replayed."""
+    if world > 1:
+        need = "a run of one process"
+    elif device.type != "cuda":
         need = "a GPU"
     elif len(set(sample_lengths)) > 1:
         need = "samples of one length: prepare the data with --mode full"

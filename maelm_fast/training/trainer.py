@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from maelm_fast import ops
-from maelm_fast.batch import Lengths, PackedBatch, TokenCounts
+from maelm_fast.batch import PackedBatch, TokenCounts
 from maelm_fast.config import RunConfig, require
 from maelm_fast.data.loader import TrainingBatches, training_updates, validation_batches
 from maelm_fast.data.token_store import TokenStore
@@ -26,7 +27,7 @@ from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.flops import peak_flops, training_flops
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.philox import fold_seed
-from maelm_fast.stop import Stopped, StopSignals
+from maelm_fast.stop import Stop, Stopped, StopSignals
 from maelm_fast.training import checkpoint, loop
 from maelm_fast.training.files import write_json
 from maelm_fast.training.hardware import device_name
@@ -58,7 +59,8 @@ class PretrainingProgress(Progress):
 
 
 class Trainer(Training[list[PackedBatch], "_Update"]):
-    """One run. Construct, then `resume()` if there is something to resume, then `train()`."""
+    """One run, or one process's part of it. Construct, then `resume()` if there is something to resume, then `train()`:
+    all processes do the same, and what they decide follows from numbers that they have in common."""
 
     def __init__(
         self,
@@ -72,9 +74,9 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
         precision: str,
     ) -> None:
         self.run, self.config, self.processes, self.precision = run, config, processes, precision
-        self.device = device = processes.device
-        self.model = model.to(device)
-        self.validation = validation
+        self.device, self.validation = processes.device, validation
+        self.model = model.to(self.device)
+        forward = processes.wrap(self.model)
         self.masker = Masker(config.masking.final, vocabulary, config.seed, self.model.encoder_sees_mask)
         self.optimizer = build_optimizer(self.model, config.optim, precision)
         self.batches = TrainingBatches(
@@ -84,12 +86,14 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
             config.runtime.micro_batch_size,
             mask_on_device=config.runtime.backend.mask_and_pack not in ("auto", "host"),
             rate=config.mask_rate,
+            rank=processes.rank,
+            world=processes.world,
         )
-        step = TrainStep(self.model, self.optimizer, config.optim.clip_norm, precision)
+        step = TrainStep(self.model, self.optimizer, config.optim.clip_norm, precision, processes, forward)
         self.autocast = step.autocast
         self.step: TrainStep | GraphedStep = step
         if config.runtime.cuda_graph:
-            check_recordable(device, self.masker, train.lengths)
+            check_recordable(self.device, self.masker, train.lengths, processes.world)
             require(
                 config.masking.rate_end is None,
                 "runtime.cuda_graph needs updates of one shape, and masking.rate_end changes the number of masked "
@@ -97,10 +101,12 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
             )
             self.step = GraphedStep(step)
         self.rank_every, self.rank_batches = config.metrics.rank_every, list[PackedBatch]()
-        if self.rank_every:
+        if self.rank_every and processes.is_main:
             size = config.runtime.micro_batch_size
             self.rank_batches = live_batches(validation, self.masker, size, config.model.hidden_size)
         self.progress: PretrainingProgress = PretrainingProgress()
+        self.signals: Stop = lambda: None
+        self._somebody_stops = False
         self.steps, self.max_nonfinite = config.optim.max_steps, config.runtime.max_nonfinite
 
     def resume(self) -> bool:
@@ -115,41 +121,64 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
         return True
 
     def train(self) -> PretrainingProgress:
-        """Runs to max_steps or an early stop. Returns where it ended; raises Stopped after SIGTERM or SIGINT."""
-        self.metrics = Metrics(self.run, self.progress.step)
-        self.meter = _Meter(self.config, device_name(self.device) if self.device.type == "cuda" else "")
+        """Runs to max_steps or an early stop. Returns where it ended; raises Stopped after SIGTERM or SIGINT to any of
+        the processes."""
+        is_main = self.processes.is_main
+        self.metrics = Metrics(self.run, self.progress.step, on=is_main)
+        name = device_name(self.device) if self.device.type == "cuda" else ""
+        self.meter = _Meter(self.config, name, self.processes.world)
         with (
             contextlib.closing(self.metrics),
-            Display(self.progress.step, self.steps) as self.display,
-            StopSignals() as stop,
+            Display(self.progress.step, self.steps, on=is_main) as self.display,
+            StopSignals() as self.signals,
             ops.backends(self.config.runtime.backend),
         ):
             try:
-                loop.run(self, stop)
-                if stop.received:
-                    raise Stopped(self.progress.step, stop.received)
+                loop.run(self, self._stop)
+                if received := self.signals():
+                    raise Stopped(self.progress.step, received)
             except Stopped as stopped:
                 place = f"{stopped.received.name}: saved at step {stopped.step:,}"
                 self.display.say(f"{place}; the same command resumes from there")
                 raise
         return self.progress
 
+    def _stop(self) -> signal.Signals | bool | None:
+        """The same in all processes: of several, the wish of one is known to all when they have read the numbers of the
+        update in which it had it."""
+        if self.processes.world == 1:
+            return self.signals()
+        return (self.signals() or True) if self._somebody_stops else None
+
     def updates(self) -> Iterator[list[PackedBatch]]:
         pin = self.device.type == "cuda"
         updates = training_updates(self.batches, self.progress.step, self.steps, self.config.runtime.workers, pin)
-        return on_device(updates, _masked, self.device)
+        batches = on_device(updates, _masked, self.device)
+        while True:
+            self.processes.at("waiting for data", self.progress.step + 1)
+            micro_batches = next(batches, None)
+            if micro_batches is None:
+                return
+            self.processes.at("computing")
+            yield micro_batches
 
     def update(self, micro_batches: list[PackedBatch]) -> tuple[_Update, Tensor]:
-        progress, optim = self.progress, self.config.optim
+        step, processes = self.progress.step, self.processes
         self.model.train()
-        seeds = torch.tensor(
-            [fold_seed(self.config.seed, _DROPOUT, progress.step, i) for i in range(len(micro_batches))],
-            pin_memory=self.device.type == "cuda",
-        ).to(self.device, non_blocking=True)
-        lr = learning_rate(optim, progress.step)
-        numbers = self.step(micro_batches, seeds, lr)
-        progress.tokens += sum(batch.counts.original for batch in micro_batches)
-        return _Update.of(progress.step + 1, progress.tokens, lr, micro_batches), numbers
+        places = range(processes.rank, processes.rank + len(micro_batches) * processes.world, processes.world)
+        seeds = self._sent([fold_seed(self.config.seed, _DROPOUT, step, place) for place in places], torch.int64)
+        lr = learning_rate(self.config.optim, step)
+        own = self.step(micro_batches, seeds, lr)
+        counts = [sum(count) for count in zip(*(batch.counts for batch in micro_batches), strict=True)]
+        known = self._sent([*counts, self.meter.flops_of(micro_batches), bool(self.signals())], torch.float64)
+        shared = processes.sum(torch.cat([own[:2], known]))
+        return _Update(step + 1, lr), torch.cat([shared[:2], own[2:], shared[2:]])
+
+    def _sent(self, values: list[int], dtype: torch.dtype) -> Tensor:
+        """On the device, without waiting for it."""
+        return torch.tensor(values, dtype=dtype, pin_memory=self.device.type == "cuda").to(
+            self.device, non_blocking=True
+        )
 
     def due(self) -> list[Callable[[], None]]:
         step, last = self.progress.step, self.progress.step == self.steps
@@ -164,18 +193,20 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
         return self.progress.step % self.config.runtime.save_every == 0
 
     def read(self, update: _Update, numbers: Numbers) -> None:
-        self.meter.add(update)
+        self.meter.add(numbers)
+        counts = TokenCounts(int(numbers.original), int(numbers.visible), int(numbers.masked))
+        self.progress.tokens += counts.original
+        self._somebody_stops = self._somebody_stops or numbers.stop > 0
         if update.step == 1 or update.step % self.config.runtime.log_every == 0 or update.step == self.steps:
-            predicted = sum(map(self.model.predicted_tokens, update.counts))
             row = {
                 "kind": "train",
                 "step": update.step,
-                "tokens": update.tokens,
+                "tokens": self.progress.tokens,
                 "loss": numbers.loss,
-                "accuracy": numbers.correct / max(predicted, 1),
+                "accuracy": numbers.correct / max(self.model.predicted_tokens(counts), 1),
                 "lr": update.lr,
                 "grad_norm": numbers.norm,
-                "masked": sum(counts.masked for counts in update.counts),
+                "masked": counts.masked,
                 "skipped": self.progress.skipped,
                 **self.meter.rates(),
             }
@@ -183,16 +214,21 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
             self.display.update(row)
 
     def measure(self) -> None:
-        """The live effective ranks, into the metrics."""
-        ranks = live_ranks(self.model, self.rank_batches, self.device, self.autocast)
-        self.metrics.write({"kind": "rank", "step": self.progress.step, "tokens": self.progress.tokens, **ranks})
+        """The live effective ranks, into the metrics; by the main process alone."""
+        self.processes.at("measuring ranks")
+        with self.processes.whole_parameters(self.model):
+            if self.processes.is_main:
+                ranks = live_ranks(self.model, self.rank_batches, self.device, self.autocast)
+                row = {"kind": "rank", "step": self.progress.step, "tokens": self.progress.tokens, **ranks}
+                self.metrics.write(row)
         self.meter.restart()
 
     def evaluate(self) -> None:
         """The validation loss, into the metrics; ends the run if it has not fallen for long enough."""
-        progress, runtime = self.progress, self.config.runtime
-        batches = validation_batches(self.validation, self.masker, runtime.micro_batch_size, runtime.eval_samples)
-        result = evaluate(self.model, batches, self.device, self.autocast)
+        progress, runtime, processes = self.progress, self.config.runtime, self.processes
+        size, samples = runtime.micro_batch_size, runtime.eval_samples
+        batches = validation_batches(self.validation, self.masker, size, samples, processes.rank, processes.world)
+        result = evaluate(self.model, batches, self.device, self.autocast, processes)
         unigram = self.validation.manifest.unigram_nats
         row = {
             "kind": "validation",
@@ -218,14 +254,24 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
         self.meter.restart()
 
     def save(self) -> None:
+        self.processes.at("saving")
         self.metrics.sync()
         state, keep = asdict(self.progress), self.config.runtime.keep_checkpoints
-        checkpoint.save(self.run.checkpoints, self.progress.step, self.model, self.optimizer, state, keep)
+        checkpoint.save(
+            self.run.checkpoints,
+            self.progress.step,
+            self.model,
+            self.optimizer,
+            state,
+            keep,
+            is_main=self.processes.is_main,
+        )
         self.meter.restart()
 
     def nonfinite(self, step: int) -> str:
         file = self.run.path / "nonfinite.json"
-        write_json(file, {"step": step, "samples": self.batches.samples(step)[0].tolist()})
+        if self.processes.is_main:
+            write_json(file, {"step": step, "samples": self.batches.samples(step)[0].tolist()})
         return f"; its samples are listed in {file}; try a lower optim.lr or look at those samples"
 
     def memory(self, inputs: list[PackedBatch] | None) -> str:
@@ -250,62 +296,56 @@ def _masked(update: Update) -> list[PackedBatch]:
 
 
 @torch.no_grad()
-def evaluate(model: MaeLm, batches: Iterator[PackedBatch], device: torch.device, autocast: Any) -> dict[str, float]:
-    """Loss of the predicted tokens in nats, its exponential, and accuracy, over all batches."""
+def evaluate(
+    model: MaeLm, batches: Iterator[PackedBatch], device: torch.device, autocast: Any, processes: Processes
+) -> dict[str, float]:
+    """Loss of the predicted tokens in nats, its exponential, and accuracy, over all batches of all processes."""
     model.eval()
-    loss = torch.zeros((), dtype=torch.float64, device=device)
-    correct = torch.zeros((), dtype=torch.int64, device=device)
-    predicted = 0
-    for batch in batches:
-        with autocast():
-            batch_loss, batch_correct = model(batch.to(device, non_blocking=True))
-        loss += batch_loss
-        correct += batch_correct
-        predicted += model.predicted_tokens(batch.counts)
-    mean = float(loss) / max(predicted, 1)
+    loss, correct, predicted = torch.zeros(3, dtype=torch.float64, device=device)
+    with processes.whole_parameters(model):
+        for batch in batches:
+            processes.at("evaluating")
+            with autocast():
+                batch_loss, batch_correct = model(batch.to(device, non_blocking=True))
+            loss += batch_loss
+            correct += batch_correct
+            predicted += model.predicted_tokens(batch.counts)
+    total, hits, tokens = processes.sum(torch.stack([loss, correct, predicted])).tolist()
+    mean = total / max(tokens, 1)
     return {
         "val_loss": mean,
         "val_perplexity": math.exp(min(mean, 700.0)),
-        "val_accuracy": float(correct) / max(predicted, 1),
+        "val_accuracy": hits / max(tokens, 1),
     }
 
 
-@dataclass(frozen=True)
-class _Update:
+class _Update(NamedTuple):
     """What the host knows of an update that the device may still be working at; not its tensors."""
 
     step: int
-    tokens: int
-    """Original tokens consumed by the run, this update's included."""
     lr: float
-    counts: tuple[TokenCounts, ...]
-    """Of each micro-batch."""
-    lengths: tuple[Lengths, ...]
-    """Of each micro-batch."""
-
-    @classmethod
-    def of(cls, step: int, tokens: int, lr: float, micro_batches: list[PackedBatch]) -> _Update:
-        counts, lengths = (b.counts for b in micro_batches), (b.lengths for b in micro_batches)
-        return cls(step, tokens, lr, tuple(counts), tuple(lengths))
 
 
 class _Meter:
     """Original tokens per second, and MFU where the device's peak is known, since the last row.
 
-    Original tokens are visible and masked ones, never padding. MFU is model FLOPs (model/flops.py) over the bf16 peak.
-    Time spent in evaluation and saving does not count."""
+    Original tokens are visible and masked ones, never padding. MFU is model FLOPs (model/flops.py) over the bf16 peak
+    of all devices. Time spent in evaluation and saving does not count."""
 
-    def __init__(self, config: RunConfig, device: str) -> None:
-        self.model, self.peak = config.model, peak_flops(device)
+    def __init__(self, config: RunConfig, device: str, world: int) -> None:
+        self.model, self.peak = config.model, (peak_flops(device) or 0.0) * world
         self.restart()
 
     def restart(self) -> None:
-        self.start, self.tokens, self.flops = time.perf_counter(), 0, 0
+        self.start, self.tokens, self.flops = time.perf_counter(), 0.0, 0.0
 
-    def add(self, update: _Update) -> None:
-        self.tokens += sum(counts.original for counts in update.counts)
-        if self.peak:
-            self.flops += sum(training_flops(self.model, *lengths) for lengths in update.lengths)
+    def flops_of(self, micro_batches: list[PackedBatch]) -> int:
+        """0 where there is no peak to compare them with."""
+        return sum(training_flops(self.model, *batch.lengths) for batch in micro_batches) if self.peak else 0
+
+    def add(self, numbers: Numbers) -> None:
+        self.tokens += numbers.original
+        self.flops += numbers.flops
 
     def rates(self) -> dict[str, float | None]:
         """Rates since the last call, whose end was the end of an update on the device."""

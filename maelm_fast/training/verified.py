@@ -61,7 +61,7 @@ def _verify(directory: Path, shards: list[Shard], processes: Processes, say: Cal
         share = f"; this is the share of one of {processes.world} processes" if processes.world > 1 else ""
         say(f"{directory}: comparing {total / 1e9:.1f} GB with their checksums{share}")
     for shard in shards:
-        processes.at(0, f"comparing {shard.name} with its checksum")
+        processes.at(f"comparing {shard.name} with its checksum")
         verify_shard(directory, shard)
         done += shard.bytes
         if time.monotonic() - reported > REPORT_SECONDS:

@@ -25,7 +25,7 @@ def scatter_to_decoder(
     dtype of source. mask_embedding: (d,). position_table: (P, d). Returns (N, d) in encoder_out's dtype."""
     mask = wide(mask_embedding)
     if encoder_out.shape[0] == 0:  # every token is masked: no row to gather, not even to discard
-        x = mask.expand(source.shape[0], -1)
+        x = mask.expand(source.shape[0], -1) + wide(encoder_out).sum()  # 0, so that its gradient is not None
     else:
         gathered = wide(encoder_out.index_select(0, source.clamp(min=0)))
         x = gathered.where((source >= 0)[:, None], mask)
