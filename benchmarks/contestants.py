@@ -11,12 +11,13 @@ class computes for them: pads count nothing, a head that scores every position c
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -128,8 +129,11 @@ class Settings:
         return tuple(np.random.default_rng(1).permutation(lengths).tolist())
 
     def token_ids(self, vocab_size: int) -> list[NDArray[np.int64]]:
-        """The same for every contestant with that vocabulary. <mask>, its last token, is not among them."""
-        ids = np.random.default_rng(0).integers(PAD_ID + 1, vocab_size - 1, (self.batch, self.seq))
+        """The same for every contestant with that vocabulary, as frequent as a text's words are (Zipf and Mandelbrot:
+        1 over rank + 2.7). <mask>, its last token, is not among them."""
+        rng, tokens = np.random.default_rng(0), np.arange(PAD_ID + 1, vocab_size - 1)
+        frequency = 1 / (np.arange(len(tokens)) + 2.7)
+        ids = rng.choice(rng.permutation(tokens), (self.batch, self.seq), p=frequency / frequency.sum())
         return [row[:n] for row, n in zip(ids, self.sequence_lengths(), strict=True)]
 
     def packed(self, vocab_size: int, encoder_sees_mask: bool, epoch: int = 0) -> PackedBatch:
@@ -161,6 +165,14 @@ def model_flops(kind: str, config: ModelConfig, batch: PackedBatch) -> int:
         unscored = batch.counts.original - batch.counts.masked
         flops -= 3 * 2 * unscored * config.hidden_size * (config.hidden_size + config.vocab_size)
     return flops
+
+
+class Turn(NamedTuple):
+    """Seconds and CPU seconds a step, and the seconds of every step."""
+
+    seconds: float
+    cpu_seconds: float
+    steps: list[float]
 
 
 class Contestant:
@@ -271,24 +283,25 @@ class Contestant:
         """With those outside the clock."""
         return STEPS_PER_TURN[self.settings.device] + (self.settings.device == "cuda")
 
-    def turn(self) -> tuple[float, float]:
-        """Seconds per step and CPU seconds per step."""
+    def turn(self) -> Turn:
         steps = STEPS_PER_TURN[self.settings.device]
         busy = time.process_time()
-        seconds = self._turn(steps)
-        return seconds, (time.process_time() - busy) / steps
+        taken = self._turn(steps)
+        return Turn(statistics.mean(taken), (time.process_time() - busy) / steps, taken)
 
-    def _turn(self, steps: int) -> float:
+    def _turn(self, steps: int) -> list[float]:
+        """Seconds of each step."""
         if self.settings.device == "cuda":
             self.step()  # in memory that the allocator may hold in the pieces of the contestant before
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            for _ in range(steps):
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+            events[0].record()
+            for event in events[1:]:
                 self.step()
-            end.record()
-            end.synchronize()
-            return float(start.elapsed_time(end)) / 1000 / steps
-        began = time.perf_counter()
+                event.record()
+            events[-1].synchronize()
+            return [start.elapsed_time(end) / 1000 for start, end in itertools.pairwise(events)]
+        clock = [time.perf_counter()]
         for _ in range(steps):
             self.step()
-        return (time.perf_counter() - began) / steps
+            clock.append(time.perf_counter())
+        return [end - start for start, end in itertools.pairwise(clock)]

@@ -4,8 +4,9 @@ Ours: the loss and the gradient of every parameter, at the precision and the dro
 are timed, may be little further from plain PyTorch's in float64 than plain PyTorch's are at that precision. All of them
 drop the same, since dropout is a function of its seed.
 
-A peer that computes what ours does must have our loss on our weights, in fp32 without dropout; what is compiled, the
-loss of what is not, on two of its layers: a compiler meets nothing new in the others, and takes its time for each.
+A peer that computes what ours does must have our loss on our weights, in fp32 without dropout; where bf16 is timed,
+our loss and the norm of our gradient in bf16 too. What is compiled must have the loss of what is not, on two of its
+layers: a compiler meets nothing new in the others, and takes its time for each.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.contestants import ATTENTION, PEERS, Contestant, Settings, split
 from benchmarks.measure import GATE, Failed, distance
@@ -26,6 +27,7 @@ from maelm_fast.config import BackendConfig
 from maelm_fast.model.maelm import MaeLm
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3}  # relative difference of two losses summed in different orders
+NORM_TOLERANCE = 2e-2  # of two gradients' norms in bf16
 SEQUENCES = 8  # at most
 KERNEL_SEQUENCES = {"cpu": 2, "cuda": 8}  # likewise, where float64 is computed too
 COMPILED_LAYERS = 2
@@ -47,7 +49,8 @@ def gate(name: str, settings: Settings) -> dict[str, float]:
     if variant == COMPILED:
         return _compiled(name, kind, plain)
     if kind in ATTENTION:
-        return _hugging_face(kind, replace(plain, precision="bf16") if kind == "hf_flash" else plain)
+        exact = {} if kind == "hf_flash" else _hugging_face(kind, plain)  # flash attention takes no fp32
+        return exact | (_hugging_face(kind, replace(plain, precision="bf16")) if settings.precision == "bf16" else {})
     if kind == "padded":
         return _padded(plain)
     if kind in PEERS:  # there is nothing to compare it with
@@ -93,7 +96,21 @@ def _hugging_face(kind: str, settings: Settings) -> dict[str, float]:
     copy_weights(ours, theirs)
     batch = settings.packed(config.vocab_size, encoder_sees_mask=True)
     inputs = {name: x.to(settings.device) for name, x in hugging_face_inputs(batch.to("cpu")).items()}
-    return _losses(kind, settings, lambda: theirs.to(settings.device)(**inputs).loss, ours, batch)
+    theirs, ours = theirs.to(settings.device), ours.to(settings.device)
+    values = _losses(kind, settings, lambda: theirs(**inputs).loss, ours, batch)
+    if settings.precision == "bf16":
+        with torch.autocast(settings.device, torch.bfloat16):
+            losses = theirs(**inputs).loss, ours(batch)[0] / batch.counts.masked
+        norms = [_gradient_norm(loss, model) for loss, model in zip(losses, (theirs, ours), strict=True)]
+        _agree(f"{kind}'s gradient norm in bf16", norms[0], "ours", norms[1], NORM_TOLERANCE)
+        values = {f"{name}, bf16": value for name, value in values.items()} | {f"{kind}, gradient norm, bf16": norms[0]}
+    return values
+
+
+def _gradient_norm(loss: Tensor, model: nn.Module) -> float:
+    loss.backward()  # RoBERTa's one token type, which every token has, is no parameter of ours
+    found = [p.grad for name, p in model.named_parameters() if p.grad is not None and "token_type" not in name]
+    return float(nn.utils.get_total_norm(found).item())
 
 
 def _padded(settings: Settings) -> dict[str, float]:
@@ -130,4 +147,4 @@ def _compiled(name: str, kind: str, settings: Settings) -> dict[str, float]:
 
 def _agree(one: str, loss: float, other: str, expected: float, tolerance: float) -> None:
     if not abs(loss / expected - 1) <= tolerance:  # no number fails too
-        raise Failed(f"gate: {one} and {other} disagree: losses of {loss:.7g} and {expected:.7g}")
+        raise Failed(f"gate: {one} and {other} disagree: {loss:.7g} and {expected:.7g}")

@@ -9,7 +9,7 @@ from benchmarks.rows import GPU, Row
 
 @dataclass(frozen=True)
 class Goal:
-    """For sequences of 512. measure: tokens_per_s, or the contestant that a ratio is taken over. device: how its name
+    """For sequences of 512. measure: tokens_per_s, or whom a ratio is taken over. device: how its name
     begins, or "gpu", or "cpu". None, "": whatever it is."""
 
     models: tuple[str, ...]
@@ -36,8 +36,22 @@ class Goal:
     def verdict(self, row: Row) -> str:
         if self.measure == "tokens_per_s":
             return judged("", row["tokens_per_s"]["median"], self.least, self.stretch)
-        value = row["ratios"].get(self.measure)
-        return judged(f"over {self.measure} ", value and value["median"], self.least, self.stretch)
+        value = over(row, self.measure)
+        return judged(f"over {self.measure} ", value["median"] if value else None, self.least, self.stretch)
+
+
+ATTENTIONS = {
+    "hf": ("hf", "hf_eager", "hf_flash"),
+    "hf_compiled": ("hf_compiled", "hf_eager_compiled", "hf_flash_compiled"),
+}
+
+
+def over(row: Row, peer: str, ratios: str = "ratios") -> dict[str, float] | None:
+    """The quartiles of a row's ratio over a peer; of Hugging Face's model over the faster of its attentions that were
+    timed."""
+    known = row[ratios] or {}
+    found = [known[name] for name in ATTENTIONS.get(peer, (peer,)) if name in known]
+    return min(found, key=lambda ratio: float(ratio["median"])) if found else None
 
 
 def place(row: Row) -> str:
@@ -69,13 +83,17 @@ GOALS = (
     Goal(BASE, "hf", 2.0, "gpu"),
     Goal(BASE, "hf_compiled", 1.3, "gpu"),
     Goal(BASE, "padded", 3.0, "gpu"),
-    Goal(BASE, "hf", 2.0, "cpu"),  # set for bf16; a CPU without its instructions is held to it in fp32
+    # Twice Hugging Face's speed was a goal here and lies above what a CPU can do: the products alone, at the peak that
+    # they reach by themselves, take longer than half of Hugging Face's step.
+    Goal(BASE, "hf", 1.3, "cpu", "bf16"),
+    Goal(("base_cross",), "hf", 1.5, "cpu", "bf16"),
 )
 # On a GPU, with bias, 435 of 512 positions, forward and backward; over FlexAttention by the medians of milliseconds.
 ATTENTION_GOAL, ATTENTION_STRETCH, FLEX_GOAL = 0.75, 0.9, 1.5
 LOADER_GOAL = 20  # million tokens/s and core
 FINETUNE_GOAL = 1.5  # over Hugging Face Trainer with dynamic padding, on a CPU
 COPY_SHARE_GOAL = 0.75  # on a GPU, of the bandwidth that a copy reaches
+PATCH_GOALS = {"paragraphs": 3.0, "documents": 1.7}  # a patched RoBERTa over the faster of its attentions, on a CPU
 SPEEDRUN_GOALS = {  # by track and kind of model: CPU seconds of one core to the target, nats in the end
     ("tiny", "mae"): (40, 2.4),
     ("cpu", "mae"): (18 * 60, None),

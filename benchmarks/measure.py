@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from maelm_fast.errors import UserError
+from maelm_fast.training.hardware import cpu_has_bf16
 
 GATE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}  # relative L2 distance from plain PyTorch
 TURN_SECONDS = 0.03  # a turn repeats its call until it takes at least this long
@@ -185,9 +186,14 @@ def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _cpu_model() -> str:
+    """With family, model and instruction set: machines that differ in them share a name such as "AMD EPYC"."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    vectors = torch.backends.cpu.get_cpu_capability() + (" BF16" if cpu_has_bf16() else "")
+    if "model name" not in said:
+        return f"{platform.processor()} ({vectors})"
+    return f"{said['model name']} (family {said.get('cpu family')}, model {said.get('model')}, {vectors})"
 
 
 def _git(*arguments: str) -> str:

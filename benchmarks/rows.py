@@ -18,7 +18,18 @@ from benchmarks.classes import CLASSES
 from maelm_fast.errors import UserError
 
 # a file is called FORMAT.jsonl or FORMAT_*.jsonl
-FORMATS = ("train_step", "ops", "attention", "loader", "scaling", "projection", "finetune", "executed", "speedrun")
+FORMATS = (
+    "train_step",
+    "ops",
+    "attention",
+    "loader",
+    "scaling",
+    "projection",
+    "finetune",
+    "executed",
+    "patch",
+    "speedrun",
+)
 PHASES = ("data", "forward", "backward", "optimizer")
 SETTING = ("device", "precision", "batch", "seq", "rate", "lengths")  # of a case, with its dropout and bias
 GPU = "NVIDIA"  # what the name of every GPU begins with
@@ -100,6 +111,7 @@ TIMED: Mapping[str, Check] = {  # unless it was skipped
     "kernels": or_null(by_name(is_number, tuple(CLASSES))),
     "joules_per_mtoken": or_null(is_number),
     "recompiles": or_null(is_number),
+    "step_ms": or_null(has_numbers("p50", "p99", "steps")),
 }
 OTHERS: Mapping[str, Mapping[str, Check]] = {
     "ops": {
@@ -181,6 +193,26 @@ OTHERS: Mapping[str, Mapping[str, Check]] = {
         "cpu_seconds": is_number,
         "loss": is_number,
         "curve": lambda value: isinstance(value, list) and all(len(point) == 3 for point in value),
+    },
+    "patch": {
+        **MACHINE,
+        "transformers": is_text,
+        "precision": is_text,
+        "layers": is_number,
+        "hidden_size": is_number,
+        "vocab": is_number,
+        "dropout": is_number,
+        "texts": is_text,
+        "mix": is_text,
+        "batch": is_number,
+        "mean_length": is_number,
+        "padding": is_number,
+        "rounds": is_number,
+        "gate": by_name(is_number),
+        "contestant": is_text,
+        "tokens_per_s": is_quartiles,
+        "ratios": by_name(is_quartiles),
+        "cpu_ratios": or_null(by_name(is_quartiles)),
     },
     "executed": {
         "date": is_date,
@@ -310,6 +342,7 @@ def read_cases(path: Path, name: str) -> tuple[list[Case], int]:
         if "ratio_to_hf" in row:
             old += 1
             continue
+        row.setdefault("step_ms", None)  # rows of before 2026-11-23 lack it
         check(row, TIMED if row.get("skipped") is None else CONTESTANT, where)
         case = cases.setdefault((row["date"], *(row[f] for f in SETTING)), Case())
         if row["model"] in case.rows and case.rows[row["model"]].get("rounds") == row.get("rounds"):

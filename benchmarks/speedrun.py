@@ -32,7 +32,6 @@ from benchmarks.measure import append_rows, environment
 from benchmarks.rows import Row, grouped, newest_rows, read_file
 from maelm_fast import presets
 from maelm_fast.config import RunConfig
-from maelm_fast.data.loader import validation_batches
 from maelm_fast.data.prepare import PrepareConfig, prepare
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError, unknown
@@ -41,7 +40,7 @@ from maelm_fast.reporting import figure_of, grid, look, require_matplotlib
 from maelm_fast.training.hardware import choose_precision
 from maelm_fast.training.parallel import Processes
 from maelm_fast.training.rundir import RunDir, vocabulary_of
-from maelm_fast.training.trainer import Trainer, build_model, evaluate
+from maelm_fast.training.trainer import Trainer, build_model
 
 VALIDATION_RATE = 0.15
 FIRST = {"mae": "paper", "mlm": "mlm_paper"}
@@ -118,9 +117,8 @@ class Timed(Trainer):
 
     def evaluate(self) -> None:
         self.seconds += time.process_time() - self.since
-        runtime = self.config.runtime
-        batches = validation_batches(self.validation, self.masker, runtime.micro_batch_size, runtime.eval_samples)
-        loss = evaluate(self.model, batches, self.device, self.autocast)["val_loss"]
+        super().evaluate()
+        loss = [row["val_loss"] for row in self.run.metrics() if row["kind"] == "validation"][-1]
         self.curve.append((self.progress.step, round(self.seconds, 2), round(loss, 4)))
         self.since = time.process_time()
 
@@ -131,7 +129,7 @@ class Timed(Trainer):
 def timed(config: RunConfig, store: Path) -> Timed:
     """The run, done; `config` has the store's vocabulary."""
     train, validation = TokenStore.open(store, "train"), TokenStore.open(store, "validation")
-    vocabulary, processes = vocabulary_of(train.tokenizer()), Processes(config.runtime)
+    vocabulary, processes = vocabulary_of(train.tokenizer()), Processes(torch.device("cpu"))
     model, precision = build_model(config, vocabulary), choose_precision(config.runtime, processes.device)
     with tempfile.TemporaryDirectory() as scratch:
         run = Timed(RunDir(scratch), config, model, train, validation, vocabulary, processes, precision)

@@ -36,8 +36,9 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch._dynamo.utils
 
@@ -49,6 +50,7 @@ from benchmarks.contestants import (
     PEERS,
     Contestant,
     Settings,
+    Turn,
     model_flops,
     sees_mask,
     split,
@@ -103,7 +105,7 @@ class Joules:
 @dataclass
 class Record:
     """What was measured of a contestant. gate: what was compared. graphs: what torch.compile made of the model in its
-    first step; recompiles: what it made after that. turns: seconds and CPU seconds of a step. other: the largest shares
+    first step; recompiles: what it made after that. turns: see Turn. other: the largest shares
     of the class other, by name. failed: why it has no further turn."""
 
     contestant: Contestant
@@ -112,7 +114,7 @@ class Record:
     first_loss: float
     graphs: int
     recompiles: int = 0
-    turns: list[tuple[float, float]] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     joules: float | None = None
     seconds: dict[str, float] | None = None
     kernels: dict[str, float] | None = None
@@ -272,6 +274,7 @@ def compare(
 MEASURED = (
     "rounds",
     "tokens_per_s",
+    "step_ms",
     "ratios",
     "cpu_ratios",
     "mflop_per_token",
@@ -292,24 +295,33 @@ def measured(record: Record, records: Sequence[Record], device_name: str) -> dic
     """The fields MEASURED, beside these others."""
     own, settings = record.contestant, record.contestant.settings
 
-    def ratios(clock: int) -> dict[str, dict[str, float]]:
+    def ratios(clock: Literal["seconds", "cpu_seconds"]) -> dict[str, dict[str, float]]:
         others = [other for other in records if other is not record]
         return {
             other.contestant.name: quartiles(
-                [theirs[clock] / mine[clock] for theirs, mine in zip(other.turns, record.turns, strict=True)]
+                [
+                    getattr(theirs, clock) / getattr(mine, clock)
+                    for theirs, mine in zip(other.turns, record.turns, strict=True)
+                ]
             )
             for other in others
         }
 
-    speed = quartiles([own.tokens / seconds for seconds, _ in record.turns])
+    speed = quartiles([own.tokens / turn.seconds for turn in record.turns])
+    every = [1000 * seconds for turn in record.turns for seconds in turn.steps]
     flops = own.flops / own.tokens * speed["median"]
     peak = peak_flops(device_name) if settings.precision == "bf16" else None
     timed_tokens = own.tokens * len(record.turns) * own.steps_of_a_turn
     values = (
         len(record.turns),
         speed,
-        ratios(0),
-        ratios(1) if settings.device == "cpu" else None,
+        {
+            "p50": round(statistics.median(every), 3),
+            "p99": round(float(np.quantile(every, 0.99)), 3),
+            "steps": len(every),
+        },
+        ratios("seconds"),
+        ratios("cpu_seconds") if settings.device == "cpu" else None,
         round(own.flops / own.tokens / 1e6, 1),
         round(flops / 1e12, 4),
         round(flops / peak, 4) if peak else None,

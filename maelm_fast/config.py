@@ -325,6 +325,9 @@ class RuntimeConfig:
     """Validation sequences per evaluation (all of them if the split has fewer)."""
     save_every: int = 1000
     keep_checkpoints: int = 3
+    async_save: bool = False
+    """A step waits only until the state is copied into the host's memory; a thread writes it. The save at the end, or
+    when stopped, is waited for."""
     early_stop: int = 0
     """Stop after this many evaluations without a better validation loss; 0 is never."""
     max_nonfinite: int = 10

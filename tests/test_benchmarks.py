@@ -56,6 +56,7 @@ ROW = {
     "compiled",
     "rounds",
     "tokens_per_s",
+    "step_ms",
     "ratios",
     "cpu_ratios",
     "mflop_per_token",

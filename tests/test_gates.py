@@ -51,6 +51,24 @@ def test_gate_compares_our_kernels_at_the_precision_and_dropout_that_are_timed()
     assert 1e-3 < values["gradients, ours"] < 3e-2
 
 
+def test_gate_compares_hugging_faces_gradient_in_bf16_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    bf16 = Settings(**{**vars(SETTINGS), "precision": "bf16"})
+    values = gates.gate("hf_eager", bf16)
+    assert values["hf_eager, our weights"] != values["hf_eager, our weights, bf16"]
+    assert values["hf_eager, gradient norm, bf16"] > 0
+    made = gates.hugging_face_roberta
+
+    def steeper(*arguments: Any) -> Any:  # the same losses, a twentieth more of gradient
+        model = made(*arguments)
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: 1.05 * gradient)
+        return model
+
+    monkeypatch.setattr(gates, "hugging_face_roberta", steeper)
+    with pytest.raises(Failed, match="gradient norm in bf16 and ours disagree"):
+        gates.gate("hf_eager", bf16)
+
+
 def test_gate_stops_a_kernel_whose_gradient_is_a_little_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = ops_package.attention
 

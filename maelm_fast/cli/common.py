@@ -79,7 +79,8 @@ Main = Callable[[list[str]], int]
 def run_command(prog: str, commands: Mapping[str, str], find: Callable[[str], Main], argv: Sequence[str]) -> int:
     """Runs the command of a group, whose main function `find` gives and imports, or prints what commands there are."""
     if not argv or argv[0] in ("-h", "--help", "--help-all"):
-        lines = [f"  {name:10}{text}" for name, text in commands.items()]
+        width = max(10, *(len(name) + 2 for name in commands))
+        lines = [f"  {name:{width}}{text}" for name, text in commands.items()]
         print(f"usage: {prog} COMMAND ...\n\n" + "\n".join(lines) + f"\n\n'{prog} COMMAND --help' says more.")
         return 0
     if argv[0] not in commands:

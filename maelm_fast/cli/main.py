@@ -19,6 +19,7 @@ COMMANDS = {
     "data": "prepare text for pretraining, or show a prepared store",
     "pretrain": "pretrain an encoder, or resume a run",
     "finetune": "fine-tune an encoder on GLUE, SQuAD 2.0 or a task of your own, over seeds",
+    "checkpoint": "list, verify, consolidate or prune a run's checkpoints",
     "export": "write a run's encoder for Hugging Face Transformers",
     "fill": "fill <mask> in a text",
     "plot": "plot loss and accuracy of runs",

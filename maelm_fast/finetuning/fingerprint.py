@@ -14,6 +14,7 @@ from maelm_fast.encoders import Engine, TextEncoder, load_encoder
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, TaskData
+from maelm_fast.training.checkpoint import model_checksum
 from maelm_fast.training.rundir import RunDir
 
 NOT_DECIDING = ("device", "precision", "micro_batch_tokens")
@@ -122,6 +123,6 @@ def data_fingerprint(data: TaskData) -> str:
 def _model_checksum(checkpoint: Path) -> str:
     """As written down when the checkpoint was; whoever loads it compares."""
     try:
-        return str(json.loads((checkpoint / "checksums.json").read_text(encoding="utf-8"))["model.safetensors"])
-    except (OSError, ValueError, KeyError):
+        return model_checksum(checkpoint)
+    except (OSError, ValueError):
         raise UserError(f"{checkpoint}: damaged: checksums.json cannot be read; choose another step") from None

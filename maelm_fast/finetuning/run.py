@@ -286,9 +286,8 @@ class FineTuning(loop.Training[NDArray[np.int64], None]):
             return
         evaluation = None if self.evaluation is None else dataclasses.asdict(self.evaluation)
         state = {"identity": self._identity(), "progress": dataclasses.asdict(self.progress), "evaluation": evaluation}
-        checkpoint.save(
-            self.resume, self.progress.step, self.model, self.optimizer, state, keep=1, best=self.best_weights
-        )
+        saved = checkpoint.Checkpoints(self.resume, keep=1)
+        saved.save(self.progress.step, self.model, self.optimizer, state, best=self.best_weights)
         self._saved = time.perf_counter()
 
     def _identity(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +37,10 @@ def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
 
     Whatever goes wrong, `path` is not created and the part written so far is removed. A full disk is an OSError, also
     where safetensors wrote."""
-    aside = path.with_name("." + path.name + ".tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    aside = begin_directory(path)
     try:
         fill(aside)
-        files = sorted(file for file in aside.iterdir())
-        write_json(aside / CHECKSUMS, {file.name: checksum(file) for file in files})
-        for file in files:
-            sync(file)
-        sync(aside)
-        os.rename(aside, path)
-        sync(path.parent)
+        finish_directory(path, sums_of(sorted(aside.iterdir())))
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
         if isinstance(error, SafetensorError):
@@ -56,12 +48,50 @@ def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
         raise
 
 
+def begin_directory(path: Path) -> Path:
+    """An empty directory aside, to be filled; several processes may do that."""
+    aside = path.with_name("." + path.name + ".tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    return aside
+
+
+def sums_of(files: Iterable[Path]) -> dict[str, str]:
+    """The files' checksums by name; the files are on the disk afterwards."""
+    sums = {}
+    for file in files:
+        sums[file.name] = checksum(file)
+        sync(file)
+    return sums
+
+
+def finish_directory(path: Path, sums: dict[str, str]) -> None:
+    """What was filled becomes `path`."""
+    aside = path.with_name("." + path.name + ".tmp")
+    write_json(aside / CHECKSUMS, sums)
+    sync(aside)
+    os.rename(aside, path)
+    sync(path.parent)
+
+
+def read_checksums(path: Path) -> dict[str, str]:
+    """By file name. Raises OSError, ValueError."""
+    sums = json.loads((path / CHECKSUMS).read_text(encoding="utf-8"))
+    plain = isinstance(sums, dict) and all(Path(name).name == name for name in sums)
+    if not sums or not plain:
+        raise ValueError
+    return dict(sums)
+
+
 def damage(path: Path) -> str | None:
     """What is wrong with a directory made by write_directory, or None."""
     try:
-        expected: dict[str, str] = json.loads((path / CHECKSUMS).read_text(encoding="utf-8"))
+        expected = read_checksums(path)
     except (OSError, ValueError) as error:
         return f"{CHECKSUMS} cannot be read ({error.__class__.__name__})"
+    for file in sorted(path.glob("*.safetensors")):
+        if file.name not in expected:
+            return f"{file.name} is not in {CHECKSUMS}"
     for name, digest in expected.items():
         try:
             if checksum(path / name) != digest:

@@ -34,7 +34,7 @@ def choose_precision(runtime: RuntimeConfig, device: torch.device) -> str:
     """ "bf16" or "fp32". auto is bf16, except on a device that computes bf16 products slower than fp32 ones: a CPU
     without instructions for them, a GPU older than sm_80."""
     if device.type == "cuda":
-        bf16_is_fast, lacking = torch.cuda.get_device_capability(device) >= (8, 0), "this GPU is older than sm_80 and"
+        bf16_is_fast, lacking = gpu_has_bf16(device), "this GPU is older than sm_80 and"
     else:
         bf16_is_fast, lacking = cpu_has_bf16(), "this CPU"
     if runtime.precision == "bf16" and not bf16_is_fast:
@@ -65,6 +65,12 @@ def deterministic(asked: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         memory.fill_uninitialized_memory = fill
         products.allow_bf16_reduced_precision_reduction = reduced
+
+
+def gpu_has_bf16(device: torch.device) -> bool:
+    """Whether it is an A100 or newer; one that is not here, of which a benchmark lists what it would run, is taken to
+    be."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def cpu_has_bf16() -> bool:

@@ -83,6 +83,9 @@ class Training(ABC, Generic[I, K]):
     def save(self) -> None:
         """Writes what a later call resumes from, whole or not at all. Raises OSError."""
 
+    def saved(self) -> None:
+        """Waits for what `save` began and left to a thread. Raises its OSError."""
+
     @abstractmethod
     def nonfinite(self, step: int) -> str:
         """The end of the error that ends the run at such an update: where to look, what to try."""
@@ -116,7 +119,8 @@ def run(training: Training[I, K], stop: Stop) -> None:
                 action()
         if last and progress.finished is None:
             progress.finished = "max_steps"
-        if (saves or received or progress.finished) and _saved(training):
+        ends = bool(received or progress.finished)
+        if (saves or ends) and _saved(training, ends):
             on_disk = progress.step
         if progress.finished:
             return
@@ -139,11 +143,13 @@ def _count(training: Training[I, K], step: int, skipped: bool) -> None:
         )
 
 
-def _saved(training: Training[I, K]) -> bool:
+def _saved(training: Training[I, K], ends: bool) -> bool:
     """A save that fails, on a full disk say, costs only itself: earlier ones stay and training goes on. At the end it
     must succeed."""
     try:
         training.save()
+        if ends:
+            training.saved()
     except OSError as error:
         if training.progress.finished:
             raise UserError(f"{error}; earlier ones are whole; free some space and run again") from None

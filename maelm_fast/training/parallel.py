@@ -37,6 +37,8 @@ class Processes:
     Whatever all have to do together must be called on each, in the same order."""
 
     rank, world, strategy = 0, 1, "none"
+    group: Any = None
+    """What torch.distributed calls them; None: all of them."""
 
     def __init__(self, device: torch.device) -> None:
         """device: this process's own."""
@@ -74,6 +76,11 @@ class Processes:
     def everyone(self, value: T) -> list[T]:
         """Everyone's value, in the order of the ranks; it can be pickled."""
         return [value]
+
+    def beside(self) -> Processes:
+        """The same processes for a thread beside the training: what that communicates, by `everyone`, meets nothing
+        else. Each process makes it."""
+        return self
 
     @contextlib.contextmanager
     def whole_parameters(self, model: nn.Module) -> Iterator[None]:
@@ -181,6 +188,9 @@ class _Several(Processes):
             self.dist.all_gather_object(values, value)
         return values
 
+    def beside(self) -> Processes:
+        return _Beside(self)
+
     @contextlib.contextmanager
     def whole_parameters(self, model: nn.Module) -> Iterator[None]:
         from torch.distributed.fsdp import FSDPModule
@@ -207,6 +217,20 @@ class _Several(Processes):
         return isinstance(error, self.dist.DistError) or any(
             word in text for word in ("gloo", "nccl", "timed out", "connection closed", "connection reset")
         )
+
+
+class _Beside(Processes):
+    """Several, in a group of their own that passes CPU tensors and objects."""
+
+    def __init__(self, several: _Several) -> None:
+        super().__init__(several.device)
+        self.rank, self.world, self.dist = several.rank, several.world, several.dist
+        self.group = self.dist.new_group(backend="gloo")
+
+    def everyone(self, value: T) -> list[T]:
+        values: list[Any] = [None] * self.world
+        self.dist.all_gather_object(values, value, group=self.group)
+        return values
 
 
 _FLIGHT_RECORDER = {

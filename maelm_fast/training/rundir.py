@@ -5,7 +5,7 @@ env.json         versions, hardware, commit of each start
 verified.json    the store's files when their content was compared (verified.py)
 tokenizer.json   the store's tokenizer, so that the run can be used without the store
 metrics.jsonl    one row per logged update and per evaluation
-checkpoints/     step_N/: model.safetensors, optimizer.safetensors, state.json, checksums.json
+checkpoints/     step_N/: tensors, state.json, checksums.json (checkpoint.py)
 heartbeats/      while several processes run it: where each is (heartbeat.py)
 report/          plots and tables
 """
@@ -25,6 +25,7 @@ from maelm_fast.data.tokenizer import load_tokenizer, special_ids
 from maelm_fast.errors import UserError
 from maelm_fast.masking import Vocabulary
 from maelm_fast.model.maelm import MaeLm
+from maelm_fast.training.checkpoint import load
 from maelm_fast.training.files import damage, newest_whole, steps, write_text
 
 
@@ -99,6 +100,21 @@ class RunDir:
             )
         return path
 
+    def whole_checkpoint(self, step: int | None = None) -> Path:
+        """The newest whole checkpoint, or that of the given step. Raises UserError with the remedy."""
+        if step is None:
+            path = self.last_whole_checkpoint()
+            if path is None:
+                raise UserError(f"{self.path}: the run has no checkpoint yet")
+            return path
+        path = self.checkpoint(step)
+        if step not in self.steps():
+            have = ", ".join(map(str, self.steps())) or "none"
+            raise UserError(f"{self.path}: no checkpoint at step {step}; there are: {have}")
+        if fault := damage(path):
+            raise UserError(f"{path}: damaged: {fault}; choose another step")
+        return path
+
     def metrics(self) -> Iterator[dict[str, Any]]:
         """Rows of metrics.jsonl; an unfinished last line is left out. Raises UserError for one damaged otherwise."""
         if self.metrics_file.exists():
@@ -137,26 +153,14 @@ class LoadedRun:
 
 def load_run(path: str | Path, step: int | None = None) -> LoadedRun:
     """The model of a run's newest whole checkpoint, or of the given step. Raises UserError with the remedy."""
-    from safetensors.torch import load_file
-
     run = RunDir(path)
     record, config = run.read_config()
-    if step is None:
-        checkpoint = run.last_whole_checkpoint()
-        if checkpoint is None:
-            raise UserError(f"{run.path}: the run has no checkpoint yet")
-    else:
-        checkpoint = run.checkpoint(step)
-        if step not in run.steps():
-            have = ", ".join(map(str, run.steps())) or "none"
-            raise UserError(f"{run.path}: no checkpoint at step {step}; there are: {have}")
-        if fault := damage(checkpoint):
-            raise UserError(f"{checkpoint}: damaged: {fault}; choose another step")
+    place = run.whole_checkpoint(step)
     tokenizer = load_tokenizer(run.tokenizer_file)
     vocabulary = vocabulary_of(tokenizer)
     model = MaeLm(config.model, mask_id=vocabulary.mask_id)
-    model.load_state_dict(load_file(checkpoint / "model.safetensors"))
-    return LoadedRun(model.eval(), tokenizer, vocabulary, config, record, int(checkpoint.name[5:]))
+    load(place, model)
+    return LoadedRun(model.eval(), tokenizer, vocabulary, config, record, int(place.name[5:]))
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:

@@ -104,6 +104,9 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
         if self.rank_every and processes.is_main:
             size = config.runtime.micro_batch_size
             self.rank_batches = live_batches(validation, self.masker, size, config.model.hidden_size)
+        self.checkpoints = checkpoint.Checkpoints(
+            run.checkpoints, config.runtime.keep_checkpoints, processes, config.runtime.async_save
+        )
         self.progress: PretrainingProgress = PretrainingProgress()
         self.signals: Stop = lambda: None
         self._somebody_stops = False
@@ -255,18 +258,12 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
 
     def save(self) -> None:
         self.processes.at("saving")
-        self.metrics.sync()
-        state, keep = asdict(self.progress), self.config.runtime.keep_checkpoints
-        checkpoint.save(
-            self.run.checkpoints,
-            self.progress.step,
-            self.model,
-            self.optimizer,
-            state,
-            keep,
-            is_main=self.processes.is_main,
-        )
+        step, state = self.progress.step, asdict(self.progress)
+        self.checkpoints.save(step, self.model, self.optimizer, state, before=self.metrics.sync)
         self.meter.restart()
+
+    def saved(self) -> None:
+        self.checkpoints.wait()
 
     def nonfinite(self, step: int) -> str:
         file = self.run.path / "nonfinite.json"

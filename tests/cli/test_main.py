@@ -94,9 +94,10 @@ def test_a_short_run_needs_one_option(preset: str) -> None:
 
 
 COMMAND_LINES = [
-    *([name] for name in COMMANDS if name not in ("data", "paper", "doctor")),
+    *([name] for name in COMMANDS if name not in ("data", "checkpoint", "paper", "doctor")),
     ["data", "prepare"],
     ["data", "show"],
+    *(["checkpoint", name] for name in ("list", "verify", "consolidate", "prune")),
     ["paper", "fig1"],
     ["paper", "sweep"],
     ["paper", "prompt"],

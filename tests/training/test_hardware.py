@@ -34,6 +34,7 @@ def test_precision(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(hardware, "cpu_has_bf16", lambda: has_bf16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0) if has_bf16 else (7, 5))
     assert hardware.choose_precision(RuntimeConfig(precision=asked), torch.device(device)) == taken  # type: ignore[arg-type]
     assert ("no bf16 matrix instructions" in caplog.text) is warned

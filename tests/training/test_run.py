@@ -444,10 +444,11 @@ def test_only_damaged_checkpoints_is_an_error(store: Path, whole: Path, tmp_path
 def test_a_damaged_checkpoint_further_on_does_not_crowd_out_what_is_saved(tmp_path: Path) -> None:
     model, run = torch.nn.Linear(2, 2), RunDir(tmp_path)
     optimizer = torch.optim.AdamW(model.parameters())
-    checkpoint.save(run.checkpoints, 30, model, optimizer, {}, keep=1)
+    checkpoints = checkpoint.Checkpoints(run.checkpoints, keep=1)
+    checkpoints.save(30, model, optimizer, {})
     (run.checkpoint(30) / "model.safetensors").write_bytes(b"damaged")
     for step in (10, 20):
-        checkpoint.save(run.checkpoints, step, model, optimizer, {}, keep=1)
+        checkpoints.save(step, model, optimizer, {})
     assert run.steps() == [20, 30]
     assert run.last_whole_checkpoint() == run.checkpoint(20)
 

@@ -277,7 +277,7 @@ def _check_labels(asked: Tensor, mask: Any) -> None:
     if not isinstance(mask, Tensor) or mask.shape != asked.shape:
         return
     stray = asked & (mask == 0).to(asked.device)
-    why = f"labels stand at padding, where attention_mask is 0 and a patched model computes nothing; make them {IGNORED}"
+    why = f"labels stand at padding (attention_mask is 0), where a patched model computes nothing: make them {IGNORED}"
     if torch.compiler.is_compiling():  # a number would end the graph
         torch._assert_async(~stray.any(), why)
     else:

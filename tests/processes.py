@@ -1,0 +1,43 @@
+"""Several processes on this machine that torchrun might have started, without the seconds that it and imports take."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+
+from tests.waiting import HANG
+
+
+def together(world: int, function: Callable[[], object], codes: tuple[int, ...] | None = None) -> None:
+    """Calls it in `world` forks of this process; each must end with the status that `codes` says, 0 without."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    fork = multiprocessing.get_context("fork")
+    children = [fork.Process(target=_one, args=(rank, world, port, function)) for rank in range(world)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(HANG)
+    alive = [child for child in children if child.is_alive()]
+    for child in alive:
+        child.kill()
+    assert not alive
+    assert tuple(child.exitcode for child in children) == (codes or (0,) * world)
+
+
+def _one(rank: int, world: int, port: int, function: Callable[[], object]) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        function()
+    except SystemExit:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)

@@ -1,0 +1,81 @@
+"""The benchmark of patched models on a model of a few thousand parameters, and its table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from benchmarks import accumulation, patch, report, rows
+from benchmarks.measure import Failed
+from maelm_fast import ops
+from tests.conftest import generated_text
+
+SMALL = ["--layers", "1", "--width", "64", "--vocab", "300", "--longest", "48", "--rounds", "2", "--batch", "4"]
+
+
+def test_rows_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text(generated_text(400))
+    out = tmp_path / "rows.jsonl"
+    real = [*SMALL, "--data", str(tmp_path / "text.txt"), "--precision", "fp32", "--out", str(out)]
+    assert patch.main([*real, "--contestants", "patched,attention,sdpa"]) == 0
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["mix"], row["contestant"]) for row in found] == [
+        (mix, name) for mix in ("paragraphs", "documents") for name in ("patched", "attention", "sdpa")
+    ]
+    for row in found:
+        rows.check(row, rows.OTHERS["patch"], "here")
+        assert 0 < row["padding"] < 1
+        assert row["gate"]["patched"] == pytest.approx(row["gate"]["sdpa"], rel=1e-5)
+    (table,) = report.patch_tables(found)
+    assert [cells[1] for cells in table.rows] == [
+        "patched",
+        "attention `maelm` by name alone",
+        report.PATCHED["sdpa"],
+    ] * 2
+    ratio = found[0]["ratios"]["sdpa"]
+    assert table.rows[2][3] == report.spread(ratio)
+    assert table.rows[0][-1] == f"over the faster stock >= 3: {'met' if ratio['median'] >= 3 else 'not met'}"
+    assert "paragraphs: 4 of " in capsys.readouterr().out
+
+
+def test_the_faster_stock_attention_is_the_yardstick() -> None:
+    quartiles = {name: {"median": value, "q1": value, "q3": value} for name, value in (("sdpa", 3.5), ("eager", 2.9))}
+    shared = dict.fromkeys(("device", "torch", "commit", "precision", "transformers", "texts", "contestant"), "patched")
+    numbers = dict.fromkeys(("threads", "load", "layers", "hidden_size", "vocab", "dropout", "batch", "rounds"), 1)
+    row = {**shared, **numbers, "date": "2026-01-01T00:00:00+00:00", "mean_length": 70.0, "padding": 0.7}
+    row |= {"mix": "paragraphs", "tokens_per_s": quartiles["sdpa"], "ratios": quartiles, "cpu_ratios": None}
+    (table,) = report.patch_tables([row])
+    assert table.rows[0][-1] == "over the faster stock >= 3: not met"
+    row["ratios"]["eager"]["median"] = 3.1
+    (table,) = report.patch_tables([row])
+    assert table.rows[0][-1] == "over the faster stock >= 3: met"
+
+
+def test_made_up_texts_have_the_lengths_of_real_ones() -> None:
+    for mix, size, padding in (("paragraphs", 32, 0.7), ("documents", 8, 0.18)):
+        texts = patch.made_up_texts(512, 300)[mix]
+        batches = [patch.batch_of(texts, size, 300, seed)["attention_mask"].double() for seed in range(60)]
+        assert 1 - torch.tensor([batch.mean() for batch in batches]).mean() == pytest.approx(padding, abs=0.05)
+
+
+def test_who_computes_something_else_is_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    repad = ops.repad
+    off = mock.patch.object(ops, "repad", lambda x, layout: 1.01 * repad(x, layout))
+    with off, pytest.raises(Failed, match="gate: patched and sdpa disagree"):
+        patch.run(patch.parser_of().parse_args([*SMALL, "--contestants", "patched,sdpa"]))
+    assert patch.main(["--contestants", "sdpa,patched"]) == 2
+    assert "patched comes first" in capsys.readouterr().err
+
+
+def test_accumulation_is_exact_when_patched(capsys: pytest.CaptureFixture[str]) -> None:
+    accumulation.main()
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(("stock", "patched"))]
+    numbers = {(line[0], line[1]): [float(x) for x in line[-2:]] for line in lines}
+    assert numbers["patched", "4"] == pytest.approx(numbers["patched", "1"], rel=1e-3)
+    assert numbers["patched", "1"] == pytest.approx(numbers["stock", "1"], rel=1e-3)
