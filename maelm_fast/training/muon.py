@@ -8,6 +8,7 @@ FSDP2 every process gathers the matrices and computes their whole updates, of wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,8 +40,11 @@ class Muon(torch.optim.AdamW):
         self.products = products
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of all groups, of the parameters that have a gradient."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of all groups, of the parameters that have a gradient. closure: as every optimiser's, called
+        before it; what it returns is returned (Lightning's computes the gradients)."""
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
         groups = self.param_groups
         self.param_groups = [group for group in groups if "parts" not in group]
         try:
@@ -50,6 +54,7 @@ class Muon(torch.optim.AdamW):
         for group in groups:
             if "parts" in group:
                 self._step_matrices(group)
+        return loss
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
         matrices = [p for p in group["params"] if p.grad is not None]

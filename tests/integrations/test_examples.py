@@ -6,11 +6,14 @@ import runpy
 import sys
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 import torch
 
 from maelm_fast import MaeLmForPreTraining, TokenStore, presets, pretrain
 from maelm_fast.training.initial import Initial
+from tests.waiting import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -54,9 +57,48 @@ def test_loops_of_other_libraries_train_as_ours_does(
     assert losses[-1] < losses[0] - 2.0
 
 
-def test_examples_are_short() -> None:
+def test_a_patched_roberta_goes_on(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    losses = executed("patch_roberta", store, monkeypatch=monkeypatch)["losses"]
+    assert isinstance(losses, list)
+    assert 4.0 < losses[0] < 8.0  # about the logarithm of 300; four times that if accumulation were not exact
+    assert losses[-1] < losses[0] - 1.0
+
+
+def test_sentence_embeddings_are_stock_ones_and_train(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = executed("sentence_embeddings", store, monkeypatch=monkeypatch)
+    stock, patched, trained = (names[name] for name in ("stock", "patched", "trained"))
+    torch.testing.assert_close(patched, stock, rtol=0.0, atol=1e-5)
+    assert isinstance(trained, list)
+    assert trained[-1] < trained[0] - 0.5
+
+
+def test_a_patched_modernbert_has_the_loss_of_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = executed("speed_up_modernbert", monkeypatch=monkeypatch)["results"]
+    assert isinstance(results, dict)
+    losses = [[loss for loss, _ in results[name]] for name in ("stock", "patched")]
+    torch.testing.assert_close(losses[1], losses[0], rtol=0.0, atol=1e-5)
+
+
+def test_the_notebook(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("STORE", str(store))
+    notebook = nbformat.read(EXAMPLES / "walkthrough.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)  # what is committed has none
+    nbclient.NotebookClient(notebook, timeout=HANG, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shown = [cell.outputs[-1]["data"]["text/plain"] for cell in notebook.cells if cell.get("outputs")]
+    first, last = eval(shown[2])
+    assert last < first - 1.0
+    stock, patched = eval(shown[-1])
+    assert patched == pytest.approx(stock, abs=1e-5)
+
+
+def test_examples_are_short_and_all_of_them_are_run() -> None:
     scripts = {path.stem: len(path.read_text(encoding="utf-8").splitlines()) for path in EXAMPLES.glob("*.py")}
-    assert set(LOOPS) <= set(scripts)
+    assert set(scripts) == {*LOOPS, "patch_roberta", "sentence_embeddings", "speed_up_modernbert"}
     assert all(lines < 60 for lines in scripts.values()), scripts
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from maelm_fast.data.loader import validation_batches
 from maelm_fast.errors import UserError
 from maelm_fast.integrations.lightning import MaeLmDataModule, MaeLmModule
 from maelm_fast.integrations.transformers.collator import MaskedTokenDataset
+from maelm_fast.training.parallel import Processes
 from maelm_fast.training.trainer import evaluate
 
 STEPS = 6
@@ -82,7 +84,8 @@ def test_validation_is_ours(document_store: Path, tmp_path: Path) -> None:
     data, of = MaeLmDataModule(document_store, config(8)), module(document_store)
     (result,) = trainer(tmp_path).validate(of, data, verbose=False)
     batches = validation_batches(data.validation, data.collator.masker, 8, 16)
-    ours = evaluate(of.model.maelm, batches, torch.device("cpu"), lambda: torch.autocast("cpu", enabled=False))
+    cpu = torch.device("cpu")
+    ours = evaluate(of.model.maelm, batches, cpu, lambda: torch.autocast("cpu", enabled=False), Processes(cpu))
     assert result["val_loss"] == pytest.approx(ours["val_loss"], abs=1e-6)
 
 
@@ -124,3 +127,13 @@ def test_gradients_are_clipped(precision: str, store: Path, tmp_path: Path) -> N
         of = module(store)
         trainer(tmp_path, max_steps=1, gradient_clip_val=0.25).fit(of, MaeLmDataModule(store, config(8)))
         assert of.clipped == pytest.approx(0.25, rel=1e-3)
+
+
+def test_muon_trains(document_store: Path, tmp_path: Path) -> None:
+    of = module(document_store)
+    of.optim = replace(of.optim, name="muon")
+    before = {name: parameter.detach().clone() for name, parameter in of.named_parameters()}
+    trainer(tmp_path).fit(of, MaeLmDataModule(document_store, config(8)))
+    changed = [name for name, parameter in of.named_parameters() if not torch.equal(parameter, before[name])]
+    assert any(name.endswith("qkv.weight") for name in changed)
+    assert any(name.endswith("token_table") for name in changed)
