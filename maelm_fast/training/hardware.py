@@ -95,10 +95,15 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Of a GPU, from whatever library, or of a CPU."""
-    said = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in said or "allocate memory" in said
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Of a GPU, from whatever library, or of a CPU; also one that another error came out of, as that of a recording
+    that it broke off."""
+    while error is not None:
+        said = str(error)
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in said or "allocate memory" in said:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def environment(device: torch.device, precision: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -122,12 +123,14 @@ class GraphedStep:
     """The first updates compile the kernels and make the optimiser's state, which recording cannot."""
 
     def __init__(self, step: TrainStep, record: Record | None = None) -> None:
-        self.step, self.record = step, record or _cuda_graph
+        device = step.parameters[0].device
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.step, self.record = step, record or partial(_cuda_graph, self._side)
         self._done = 0
         self._replay: Callable[[], Tensor] | None = None
         for group in step.optimizer.param_groups:
-            group["lr"] = torch.zeros((), device=step.parameters[0].device)
-            group["capturable"] = step.parameters[0].device.type == "cuda"
+            group["lr"] = torch.zeros((), device=device)
+            group["capturable"] = device.type == "cuda"
 
     def __call__(self, micro_batches: Sequence[PackedBatch], seeds: Tensor, lr: float) -> Tensor:
         """As TrainStep. The row returned is overwritten by the next call. Raises UserError for other lengths."""
@@ -135,7 +138,7 @@ class GraphedStep:
             group["lr"].fill_(lr)
         self._done += 1
         if self._done <= self.eager_updates:
-            return _on_side_stream(lambda: self.step.compute(micro_batches, seeds), seeds.device)
+            return _on(self._side, lambda: self.step.compute(micro_batches, seeds))
         if self._replay is None:
             self._inputs = [batch.map(Tensor.clone) for batch in micro_batches], seeds.clone()
             self._replay = self.record(lambda: self.step.compute(*self._inputs))
@@ -172,11 +175,12 @@ def check_recordable(device: torch.device, masker: Masker, sample_lengths: Itera
     raise UserError(f"runtime.cuda_graph needs {need}; or set runtime.cuda_graph=false")
 
 
-def _on_side_stream(function: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """What is to be recorded must have run on another than the default stream before (PyTorch's notes on graphs)."""
-    if device.type != "cuda":
+def _on(side: torch.cuda.Stream | None, function: Callable[[], Tensor]) -> Tensor:
+    """What is to be recorded must have run on another than the default stream before (PyTorch's notes on graphs): on
+    the one that records it, whose memory the recording then takes."""
+    if side is None:
         return function()
-    main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    main = torch.cuda.current_stream(side.device)
     side.wait_stream(main)
     with torch.cuda.stream(side):
         result = function()
@@ -185,9 +189,10 @@ def _on_side_stream(function: Callable[[], Tensor], device: torch.device) -> Ten
     return result
 
 
-def _cuda_graph(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def _cuda_graph(stream: torch.cuda.Stream | None, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # the loader's thread may pin memory meanwhile
+    # thread_local: the loader's thread may pin memory meanwhile
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         result = function()
 
     def replay() -> Tensor:

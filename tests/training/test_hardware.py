@@ -69,3 +69,16 @@ def test_a_deterministic_run_is_so_only_inside() -> None:
     assert state() == before
     with hardware.deterministic(False):
         assert state() == before
+
+
+def test_want_of_memory_is_seen_behind_the_error_of_the_recording_that_it_broke_off() -> None:
+    def broken_off() -> None:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    with pytest.raises(RuntimeError) as caught:
+        broken_off()
+    assert hardware.is_out_of_memory(caught.value)
+    assert not hardware.is_out_of_memory(RuntimeError("operation failed due to a previous error during capture"))
