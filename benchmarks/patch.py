@@ -8,7 +8,7 @@ attention   the model with attention `maelm` by name, and nothing else
 sdpa        the model as transformers makes it
 eager       with eager attention; flash_attention_2 on a GPU that has it
 
-paragraphs  a line of text each, batches of 32: mostly padding
+paragraphs  a line of text each, batches of 32: mostly padding; as it comes the model takes some 16 GB for one of them
 documents   whole lines up to 512 tokens, batches of 8
 
 There is one model: before a turn it is patched, or its attention chosen, and every turn goes on with the same weights.

@@ -398,14 +398,14 @@ def test_a_class_of_somebody_else_s() -> None:
     """Its forward may do anything with what it gets."""
     stock = model_of(config_of("roberta"))
 
-    class Mine(type(stock)):  # type: ignore[misc]
+    class MineForMaskedLM(type(stock)):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             out = super().forward(*args, **kwargs)
             out.loss = out.loss + 1.0
             return out
 
     mine = copy.deepcopy(stock)
-    mine.__class__ = Mine
+    mine.__class__ = MineForMaskedLM
     batch = batch_of("ragged")
     torch.testing.assert_close(patch(mine)(**batch).loss, stock(**batch).loss + 1.0, rtol=EXACT, atol=0.0)
 
