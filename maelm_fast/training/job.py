@@ -31,13 +31,21 @@ from maelm_fast.work import lock
 _LENGTH = ("max_steps", "cooldown_steps")
 
 
-def pretrain(preset: str, config: RunConfig, data: str, out: str, initial: Initial | None = None) -> RunDir:
+def pretrain(
+    preset: str,
+    config: RunConfig,
+    data: str,
+    out: str,
+    initial: Initial | None = None,
+    several: bool = False,
+) -> RunDir:
     """Train `config` on the token store `data` in the run directory `out`; goes on if a run of the same is there.
 
     Raises UserError, before anything is written, for what does not fit together; Stopped after SIGTERM or SIGINT, when
-    the run is saved. Called by each of the processes that torchrun started, if it did; rank 0 writes and prints."""
+    the run is saved. several: called by each of the processes that torchrun has started, if it has; rank 0 writes and
+    prints."""
     run = RunDir(out)
-    with processes(config.runtime) as group, contextlib.ExitStack() as stack:
+    with processes(config.runtime, several) as group, contextlib.ExitStack() as stack:
         train, validation = TokenStore.open(data, "train"), TokenStore.open(data, "validation")
         tokenizer = train.tokenizer()
         vocabulary = vocabulary_of(tokenizer)
