@@ -30,7 +30,9 @@ from benchmarks.goals import (
     GOALS,
     LOADER_GOAL,
     PATCH_GOALS,
+    SPEEDRUN_GOALS,
     judged,
+    judged_below,
     over,
     place,
 )
@@ -48,6 +50,7 @@ from benchmarks.rows import (
     regularisation,
     when,
 )
+from benchmarks.speedrun import FIRST, TRACKS, Summary, summaries
 from maelm_fast import reporting
 from maelm_fast.errors import UserError
 
@@ -81,7 +84,16 @@ PEERS = ("hf", "hf_eager", "hf_flash", "modernbert", "padded")
 OVER = ("hf", "hf_compiled", "padded", "roberta_base")  # whom the tables compare with
 REGIONS = {
     "README.md": ("headline",),
-    "benchmarks/README.md": ("train_step", "patch", "finetune", "ops", "attention", "loader", "projection"),
+    "benchmarks/README.md": (
+        "train_step",
+        "patch",
+        "finetune",
+        "ops",
+        "attention",
+        "loader",
+        "projection",
+        "speedrun",
+    ),
     "kernels/README.md": ("executed",),
 }
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -547,6 +559,48 @@ def executed_tables(rows: Sequence[Row]) -> Iterator[Table]:
         yield Table("", header, cells, notes)
 
 
+def speedrun_tables(rows: Sequence[Row]) -> Iterator[Table]:
+    for group in summaries(rows):
+        first = group[0].rows[0]
+        seconds = f"CPU s to {first['target']:.2f} nats"
+        header = ["entry", "recipe", "seeds", seconds, "updates to it", "p", "nats in the end", "p of them", "goal"]
+        cells = []
+        for entry in group:
+            row, updates = entry.rows[0], [r["updates_to_target"] for r in entry.rows if r["updates_to_target"]]
+            missed = len(entry.rows) - len(updates)
+            cells.append(
+                [
+                    f"`{entry.name}`",
+                    row["recipe"],
+                    str(len(entry.rows)),
+                    reporting.over_seeds(entry.seconds, 0) + (f", {missed} never" if missed else ""),
+                    reporting.over_seeds(updates, 0),
+                    number(entry.p_seconds, ".1g"),
+                    f"{reporting.over_seeds(entry.losses, 3)} after {row['updates']:,}",
+                    number(entry.p_loss, ".1g"),
+                    _speedrun_goal(entry),
+                ]
+            )
+        runs = sorted({run(row) for entry in group for row in entry.rows})
+        notes = [
+            f"{machine(first)}, {first['precision']}; {TRACKS[first['track']].about}; median [least, largest] of the "
+            f"seeds; p: Welch's t-test against {' or '.join(f'`{name}`' for name in FIRST.values())}, whichever is of "
+            f"its kind; {runs[0]}{' to ' + runs[-1] if len(runs) > 1 else ''}; "
+            f"`python -m benchmarks.speedrun {first['track']}`."
+        ]
+        yield Table(f"Time to quality, {first['track']}", header, cells, notes)
+
+
+def _speedrun_goal(entry: Summary) -> str:
+    """Of an entry that is a whole recipe, not one change of another."""
+    row = entry.rows[0]
+    seconds, loss = SPEEDRUN_GOALS.get((row["track"], row["kind"]), (None, None))
+    reached = statistics.median(entry.seconds) if len(entry.seconds) == len(entry.rows) else None
+    verdicts = [judged_below("", reached, seconds)] if seconds and "fast" in entry.name else []
+    verdicts += [judged_below("nats ", statistics.median(entry.losses), loss)] if loss and "fast" in entry.name else []
+    return "; ".join(verdicts)
+
+
 def tables(results: Results, region: str) -> list[Table]:
     """What belongs into a region; none if there is no row for it."""
     if region == "headline":
@@ -562,6 +616,7 @@ def tables(results: Results, region: str) -> list[Table]:
         "finetune": finetune_tables,
         "patch": patch_tables,
         "executed": executed_tables,
+        "speedrun": speedrun_tables,
     }
     return list(makers[region](rows))
 

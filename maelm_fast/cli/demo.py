@@ -27,7 +27,7 @@ from maelm_fast.training.files import write_json
 from maelm_fast.training.job import pretrain
 from maelm_fast.training.rundir import LoadedRun, RunDir, load_run
 
-PRESET = "tiny"
+PRESET = "tiny_fast"
 SEQ_LEN = 64
 TEXTS = (
     "This software is provided without warranty of any <mask>.",
@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
         f"  {hf}/         for AutoModel.from_pretrained\n\n"
         f"next:\n"
         f'  maelm-fast fill {run} "the <mask> of the file"\n'
-        f"  maelm-fast pretrain roberta_tiny --data {store} --out {out / 'roberta'}   (the baseline, same data)\n"
+        f"  maelm-fast pretrain roberta_tiny_fast --data {store} --out {out / 'roberta'}   (the baseline, same data)\n"
         f"  maelm-fast plot {run} {out / 'roberta'} --out {out / 'both.png'}\n"
         f"(in a shell after: source .venv/bin/activate)"
     )

@@ -118,6 +118,8 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
         if path is None:
             return False
         self.progress = PretrainingProgress(**checkpoint.read_state(path))
+        if self.progress.finished == "max_steps" and self.progress.step < self.steps:
+            self.progress.finished = None  # the run is prolonged
         checkpoint.load(path, self.model, self.optimizer)
         return True
 
