@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 RESULTS ?= benchmarks/results
 SOURCES := $(wildcard csrc/*.h csrc/*/*)
 
-.PHONY: help setup demo test quick lint types budget unit test-slow emulate gpu gpu-gate gpu-headline gpu-attention gpu-rest gpu-list bench bench-save bench-compare report clean
+.PHONY: help setup demo test quick lint types budget unit test-slow emulate chaos gpu gpu-gate gpu-headline gpu-attention gpu-rest gpu-list bench bench-save bench-compare report clean
 
 help:
 	@echo "make demo       pretrain a small encoder on text found on this machine, and look at it (a few minutes)"
@@ -14,6 +14,7 @@ help:
 	@echo "make quick      the tests of ops, data, model and training without kernels and kills, in a minute"
 	@echo "make lint | types | budget | unit | test-slow | bench | clean"
 	@echo "make emulate    every Triton kernel as an A100 runs it, instruction by instruction on the CPU, and checked"
+	@echo "make chaos      a small run and its data killed a hundred times and damaged in every way; its last line has the counts"
 	@echo "make report     the tables of the READMEs, written from benchmarks/results/"
 	@echo "make bench-save | bench-compare   the ops and the host code now, and against what was saved"
 	@echo "make gpu        GPU tests and benchmarks with the Python in PYTHON and nothing installed, rows into RESULTS; its parts"
@@ -60,6 +61,9 @@ test-slow: setup
 emulate: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.emulation.plugin tests/emulation tests/ops tests/training/test_step.py \
 		-k "emulation or triton or kernel or feed_forward"
+
+chaos: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos
 
 bench: setup
 	$(BIN)/python -m benchmarks.ops --device cpu

@@ -38,7 +38,7 @@ from benchmarks.contestants import CLIP_NORM, LR
 from benchmarks.gates import TOLERANCE
 from benchmarks.measure import Failed, append_rows, distance, environment, quartiles
 from benchmarks.peers import PAD_ID, hugging_face_roberta
-from benchmarks.report import PATCHED, patch_tables
+from benchmarks.report_ops import PATCHED, patch_tables
 from benchmarks.train_step import cpu_note, transformers_version
 from maelm_fast import native, presets
 from maelm_fast.config import RuntimeConfig, require

@@ -25,18 +25,16 @@ from benchmarks.report_ops import (
     ops_tables,
     patch_tables,
     projection_tables,
+    speedrun_tables,
 )
 from benchmarks.report_step import NO_GPU, Table, case_tables, headline_tables
-from benchmarks.rows import (
-    Results,
-    read,
-)
+from benchmarks.rows import Results, read
 from maelm_fast.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 REGIONS = {
     "README.md": ("headline",),
-    "benchmarks/README.md": ("train_step", "patch", "finetune", "ops", "attention", "loader", "projection"),
+    "benchmarks/README.md": ("train_step", "patch", "finetune", "ops", "attention", "loader", "projection", "speedrun"),
     "kernels/README.md": ("executed",),
 }
 
@@ -56,6 +54,7 @@ def tables(results: Results, region: str) -> list[Table]:
         "finetune": finetune_tables,
         "patch": patch_tables,
         "executed": executed_tables,
+        "speedrun": speedrun_tables,
     }
     return list(makers[region](rows))
 

@@ -15,17 +15,15 @@ from benchmarks.goals import (
     FLEX_GOAL,
     LOADER_GOAL,
     PATCH_GOALS,
+    SPEEDRUN_GOALS,
     judged,
+    judged_below,
     place,
 )
 from benchmarks.report_step import LABELS, Table, batch, counted, machine, machines, number, run, spread
-from benchmarks.rows import (
-    GPU,
-    Row,
-    grouped,
-    newest_rows,
-    regularisation,
-)
+from benchmarks.rows import GPU, Row, grouped, newest_rows, regularisation
+from benchmarks.speedrun import FIRST, TRACKS, Summary, summaries
+from maelm_fast import reporting
 
 TRAINERS = {
     "ours": "ours, packed",
@@ -315,3 +313,45 @@ def executed_tables(rows: Sequence[Row]) -> Iterator[Table]:
             "`python -m benchmarks.executed`."
         ]
         yield Table("", header, cells, notes)
+
+
+def speedrun_tables(rows: Sequence[Row]) -> Iterator[Table]:
+    for group in summaries(rows):
+        first = group[0].rows[0]
+        seconds = f"CPU s to {first['target']:.2f} nats"
+        header = ["entry", "recipe", "seeds", seconds, "updates to it", "p", "nats in the end", "p of them", "goal"]
+        cells = []
+        for entry in group:
+            row, updates = entry.rows[0], [r["updates_to_target"] for r in entry.rows if r["updates_to_target"]]
+            missed = len(entry.rows) - len(updates)
+            cells.append(
+                [
+                    f"`{entry.name}`",
+                    row["recipe"],
+                    str(len(entry.rows)),
+                    reporting.over_seeds(entry.seconds, 0) + (f", {missed} never" if missed else ""),
+                    reporting.over_seeds(updates, 0),
+                    number(entry.p_seconds, ".1g"),
+                    f"{reporting.over_seeds(entry.losses, 3)} after {row['updates']:,}",
+                    number(entry.p_loss, ".1g"),
+                    _speedrun_goal(entry),
+                ]
+            )
+        runs = sorted({run(row) for entry in group for row in entry.rows})
+        notes = [
+            f"{machine(first)}, {first['precision']}; {TRACKS[first['track']].about}; median [least, largest] of the "
+            f"seeds; p: Welch's t-test against {' or '.join(f'`{name}`' for name in FIRST.values())}, whichever is of "
+            f"its kind; {runs[0]}{' to ' + runs[-1] if len(runs) > 1 else ''}; "
+            f"`python -m benchmarks.speedrun {first['track']}`."
+        ]
+        yield Table(f"Time to quality, {first['track']}", header, cells, notes)
+
+
+def _speedrun_goal(entry: Summary) -> str:
+    """Of an entry that is a whole recipe, not one change of another."""
+    row = entry.rows[0]
+    seconds, loss = SPEEDRUN_GOALS.get((row["track"], row["kind"]), (None, None))
+    reached = statistics.median(entry.seconds) if len(entry.seconds) == len(entry.rows) else None
+    verdicts = [judged_below("", reached, seconds)] if seconds and "fast" in entry.name else []
+    verdicts += [judged_below("nats ", statistics.median(entry.losses), loss)] if loss and "fast" in entry.name else []
+    return "; ".join(verdicts)

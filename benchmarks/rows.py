@@ -18,7 +18,18 @@ from benchmarks.classes import CLASSES
 from maelm_fast.errors import UserError
 
 # a file is called FORMAT.jsonl or FORMAT_*.jsonl
-FORMATS = ("train_step", "ops", "attention", "loader", "scaling", "projection", "finetune", "executed", "patch")
+FORMATS = (
+    "train_step",
+    "ops",
+    "attention",
+    "loader",
+    "scaling",
+    "projection",
+    "finetune",
+    "executed",
+    "patch",
+    "speedrun",
+)
 PHASES = ("data", "forward", "backward", "optimizer")
 SETTING = ("device", "precision", "batch", "seq", "rate", "lengths")  # of a case, with its dropout and bias
 GPU = "NVIDIA"  # what the name of every GPU begins with
@@ -165,6 +176,24 @@ OTHERS: Mapping[str, Mapping[str, Check]] = {
         "ratios": by_name(is_quartiles),
         "results": lambda value: isinstance(value, list) and all(is_number(v) for v in value),
     },
+    "speedrun": {
+        **MACHINE,
+        "track": is_text,
+        "entry": is_text,
+        "kind": lambda value: value in ("mae", "mlm"),
+        "recipe": is_text,
+        "precision": is_text,
+        "data": is_text,
+        "seed": is_number,
+        "updates": is_number,
+        "tokens": is_number,
+        "target": is_number,
+        "updates_to_target": or_null(is_number),
+        "cpu_seconds_to_target": or_null(is_number),
+        "cpu_seconds": is_number,
+        "loss": is_number,
+        "curve": lambda value: isinstance(value, list) and all(len(point) == 3 for point in value),
+    },
     "patch": {
         **MACHINE,
         "transformers": is_text,
@@ -294,6 +323,15 @@ def read(root: Path) -> Results:
     newest = {case.setting: case for case in sorted(cases, key=lambda case: (case.compared, when(case.shared)))}
     order = sorted(newest.values(), key=lambda c: (not c.on_gpu, c.shared["lengths"] != "full", c.setting))
     return Results(order, others, unused)
+
+
+def read_file(path: Path, format_: str) -> list[Row]:
+    """The rows of one file, of a format that is not train_step's."""
+    rows = []
+    for where, row in read_lines(path, path.name):
+        check(row, OTHERS[format_], where)
+        rows.append(row)
+    return rows
 
 
 def read_cases(path: Path, name: str) -> tuple[list[Case], int]:

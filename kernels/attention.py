@@ -7,7 +7,7 @@ distance at most once, so it adds scores' gradients into a band (row, distance) 
 
 Positions ascend within a sequence. Hence the key tiles of a query tile come in three runs: beyond the reach to the
 left, near, beyond it to the right. In the near run an absent key has a position so large that its lookup gives minus
-infinity.
+infinity. Of a bounded line, whose ends are minus infinity, only the near run is walked through: a sliding window.
 
 Softmax works in base 2: scale and line are multiplied by log2(e) beforehand. LSE is kept in natural units.
 
@@ -72,6 +72,7 @@ def _attention_fwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     REACH: tl.constexpr,  # 0: no bias
+    BOUNDED: tl.constexpr,  # the line's ends are -inf
     DROPOUT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -92,7 +93,7 @@ def _attention_fwd_kernel(
         k_positions += k_start
         row_line = origin - tl.load(q_positions + tl.minimum(row, q_length - 1))
         begin, end = near_tiles(q_positions, first, q_length, k_positions, k_length, REACH, BLOCK_M, BLOCK_N)
-    for start in range(0, k_length, BLOCK_N):
+    for start in range(begin if BOUNDED else 0, end if BOUNDED else k_length, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         there = key < k_length
         k_tile = load_rows(k, key, k_row, k_length, DIM, BLOCK_D)
@@ -100,7 +101,7 @@ def _attention_fwd_kernel(
         if REACH:
             key_position = tl.load(k_positions + key, mask=there, other=2 * positions)
             edge = tl.where(there, tl.where(start < begin, left, right), float("-inf"))
-            near = (start >= begin) & (start < end)
+            near = True if BOUNDED else (start >= begin) & (start < end)
             score = product * scale + bias_tile(near, row_line, key_position, edge[None, :], 1, INTERPRETED)
         else:
             score = product * scale + tl.where(there, 0.0, float("-inf"))[None, :]
@@ -163,6 +164,7 @@ def _attention_dq_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     REACH: tl.constexpr,  # 0: no bias
+    BOUNDED: tl.constexpr,
     LINE_GRADIENT: tl.constexpr,
     DROPOUT: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -204,7 +206,7 @@ def _attention_dq_kernel(
             query_position = tl.load(q_places + tl.minimum(row, q_length - 1))
             row_line = origin - query_position
             begin, end = near_tiles(q_places, first, q_length, k_places, k_length, REACH, BLOCK_M, BLOCK_N)
-        for start in range(0, k_length, BLOCK_N):
+        for start in range(begin if BOUNDED else 0, end if BOUNDED else k_length, BLOCK_N):
             key = start + tl.arange(0, BLOCK_N)
             there = key < k_length
             k_tile = load_rows(k_tiles, key, k_row, k_length, DIM, BLOCK_D)
@@ -212,7 +214,7 @@ def _attention_dq_kernel(
             zero = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             product = dot(q_tile, tl.trans(k_tile), zero, INTERPRETED)
             if REACH:
-                near = (start >= begin) & (start < end)
+                near = True if BOUNDED else (start >= begin) & (start < end)
                 key_position = tl.load(k_places + key, mask=there, other=2 * positions)
                 edge = tl.where(there, tl.where(start < begin, left, right), float("-inf"))
                 score = product * scale + bias_tile(near, row_line, key_position, edge[None, :], 1, INTERPRETED)
@@ -277,6 +279,7 @@ def _attention_dkv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     REACH: tl.constexpr,  # 0: no bias
+    BOUNDED: tl.constexpr,
     DROPOUT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -300,7 +303,7 @@ def _attention_dkv_kernel(
         k_positions += k_start
         row_line = origin + tl.load(k_positions + key, mask=there, other=2 * positions)
         begin, end = near_tiles(k_positions, first, k_length, q_positions, q_length, REACH, BLOCK_N, BLOCK_M)
-    for start in range(0, q_length, BLOCK_M):
+    for start in range(begin if BOUNDED else 0, end if BOUNDED else q_length, BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
         inside = row < q_length
         q_tile = load_rows(q, row, q_row, q_length, DIM, BLOCK_D)
@@ -313,7 +316,7 @@ def _attention_dkv_kernel(
         if REACH:
             query_position = tl.load(q_positions + row, mask=inside, other=0)
             edge = tl.where(there, tl.where(start < begin, right, left), float("-inf"))  # keys right of earlier queries
-            near = (start >= begin) & (start < end)
+            near = True if BOUNDED else (start >= begin) & (start < end)
             score = product * scale + bias_tile(near, row_line, query_position, edge[:, None], -1, INTERPRETED)
         else:
             score = product * scale + tl.where(there, 0.0, float("-inf"))[:, None]
@@ -356,9 +359,10 @@ def attention_fwd(
     dropout_p: float,
     seed: Tensor | None,
     place: int,
+    bounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse): out (Tq, H, D) in q's dtype, lse (H, Tq) fp32, below -1e29 for a query without keys or with none that
-    the line does not exclude. line: (H, 3P) fp32."""
+    the line does not exclude. line: (H, 3P) fp32. bounded: it is -inf at a distance of `reach` and beyond."""
     q, k, v = (by_rows(t) for t in (q, k, v))
     tokens, heads, dim = q.shape
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
@@ -369,7 +373,7 @@ def attention_fwd(
     dropout = dropout_p > 0
     layout = (packed.q_starts, packed.k_starts, packed.q_positions, packed.k_positions, line, seed if dropout else None)
     numbers = (*_strides(q, k, v), scale * LOG2E.value, place, *dropout_numbers(dropout_p), _positions(line))
-    launch = _launch("fwd", tile, dim, reach, dropout, q.device.type != "cuda")
+    launch = _launch("fwd", tile, dim, reach, bounded, dropout, q.device.type != "cuda")
     with torch.cuda.device_of(q):
         _attention_fwd_kernel[(packed.fwd_tiles.shape[0], heads)](
             q, k, v, out, lse, packed.fwd_tiles, *layout, tokens, *numbers, **launch
@@ -393,6 +397,7 @@ def attention_bwd(
     dropout_p: float,
     seed: Tensor | None,
     place: int,
+    bounded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(grad_q, grad_k, grad_v, grad_line): the last (H, 2R+1) fp32 by distance from -R to R, whose ends hold all that
     lies beyond too; None unless asked for. The same in every run on a device of the same size."""
@@ -412,13 +417,13 @@ def attention_bwd(
         band = torch.zeros((heads, programs, tiles.dq.own, 2 * reach + 1), dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
         if q_tiles:
-            launch = _launch("dq", tiles.dq, dim, reach, dropout, on_cpu) | {"LINE_GRADIENT": line_gradient}
+            launch = _launch("dq", tiles.dq, dim, reach, bounded, dropout, on_cpu) | {"LINE_GRADIENT": line_gradient}
             inputs, results = (grad_out, grad_lse, q, k, v, out, lse), (grad_q, delta, band)
             _attention_dq_kernel[(programs, heads)](
                 *inputs, *results, packed.dq_tiles, *layout, tokens, q_tiles, *numbers, **launch
             )
         if k_tiles:
-            launch = _launch("dkv", tiles.dkv, dim, reach, dropout, on_cpu)
+            launch = _launch("dkv", tiles.dkv, dim, reach, bounded, dropout, on_cpu)
             _attention_dkv_kernel[(k_tiles, heads)](
                 grad_out, q, k, v, lse, delta, grad_k, grad_v, packed.dkv_tiles, *layout, tokens, *numbers, **launch
             )
@@ -450,7 +455,9 @@ def _programs(device: torch.device, tiles: int, heads: int, sizes: Tiles) -> int
     return max(1, min(tiles, multiprocessors * sizes.resident // heads))
 
 
-def _launch(kernel: str, tile: Tile, dim: int, reach: int, dropout: bool, interpreted: bool) -> dict[str, Any]:
+def _launch(
+    kernel: str, tile: Tile, dim: int, reach: int, bounded: bool, dropout: bool, interpreted: bool
+) -> dict[str, Any]:
     """The constexpr arguments that the kernels share, and the launch options."""
     own, step = ("BLOCK_N", "BLOCK_M") if kernel == "dkv" else ("BLOCK_M", "BLOCK_N")
     return {
@@ -459,6 +466,7 @@ def _launch(kernel: str, tile: Tile, dim: int, reach: int, dropout: bool, interp
         own: tile.own,
         step: tile.step,
         "REACH": reach,
+        "BOUNDED": bounded,
         "DROPOUT": dropout,
         "INTERPRETED": interpreted,
         "num_warps": tile.warps,

@@ -185,8 +185,7 @@ class MaskingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """The optimiser, linear warm-up, linear decay to 0. Update k, counting from 0, uses lr(k); lr(0) = 0 (released
-    code)."""
+    """The optimiser and its learning rate. Update k, counting from 0, uses lr(k); lr(0) = 0 (released code)."""
 
     name: Literal["adamw", "muon"] = "adamw"
     """muon: Muon for the matrices of the blocks and of the head, AdamW for all else (ours; training/muon.py)."""
@@ -195,12 +194,21 @@ class OptimConfig:
     muon_lr: float | None = None
     """Peak learning rate of Muon's matrices, whose updates are as large as AdamW's at the same rate (arXiv 2502.16982);
     None: lr."""
+    muon_momentum: float = 0.95
+    """Of Muon's average of the gradients; the short runs of tiny_fast want less."""
     batch_size: int = 2048
     """Sequences per update, over all its micro-batches."""
     max_steps: int = 125_000
     """Updates in all."""
     warmup_steps: float = 10_000
     """Updates of warm-up; below 1, their share of max_steps. A configuration, once made, has the number."""
+    schedule: Literal["linear", "trapezoid"] = "linear"
+    """After a linear warm-up. linear: linear decay to 0 (the paper). trapezoid: the peak is kept until the last
+    cooldown_steps updates, and then decays linearly to 0 (ours). Such a run can be prolonged, or cooled down early, by
+    resuming it with another max_steps: as long as no update that is done would have been another."""
+    cooldown_steps: float | None = None
+    """Updates of the trapezoid's decay; below 1, their share of max_steps; None: half. A configuration, once made, has
+    the number."""
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-6
     weight_decay: float = 0.01
@@ -212,26 +220,46 @@ class OptimConfig:
     def __post_init__(self) -> None:
         require(self.lr > 0, f"optim.lr must be positive, not {self.lr}")
         require(self.muon_lr is None or self.muon_lr > 0, f"optim.muon_lr must be positive, not {self.muon_lr}")
-        require(
-            self.name == "muon" or self.muon_lr is None,
-            f"optim.muon_lr is set but optim.name is {self.name}: set optim.name=muon, or remove it",
-        )
+        require(0.0 <= self.muon_momentum < 1.0, f"optim.muon_momentum must lie in [0, 1), not {self.muon_momentum}")
+        for name, default in (("muon_lr", None), ("muon_momentum", 0.95)):
+            require(
+                self.name == "muon" or getattr(self, name) == default,
+                f"optim.{name} is set but optim.name is {self.name}: set optim.name=muon, or remove it",
+            )
         require(self.batch_size > 0, f"optim.batch_size must be positive, not {self.batch_size}")
         require(self.max_steps > 0, f"optim.max_steps must be positive, not {self.max_steps}")
-        share = 0 < self.warmup_steps < 1
-        warmup = round(self.warmup_steps * self.max_steps) if share else self.warmup_steps
+        warmup = self._updates(self.warmup_steps)
         require(
             0 <= warmup < self.max_steps and warmup == int(warmup),
             f"optim.warmup_steps {self.warmup_steps} must be a whole number, at least 0 and below optim.max_steps "
             f"{self.max_steps}, or a share of it",
         )
         object.__setattr__(self, "warmup_steps", int(warmup))
+        self._check_cooldown()
         require(
             all(0.0 <= beta < 1.0 for beta in self.betas), f"optim.betas must lie in [0, 1), not {list(self.betas)}"
         )
         require(self.eps > 0, f"optim.eps must be positive, not {self.eps}")
         require(self.weight_decay >= 0, f"optim.weight_decay must not be negative, not {self.weight_decay}")
         require(self.clip_norm >= 0, f"optim.clip_norm must not be negative (0 is off), not {self.clip_norm}")
+
+    def _updates(self, steps: float) -> float:
+        return round(steps * self.max_steps) if 0 < steps < 1 else steps
+
+    def _check_cooldown(self) -> None:
+        if self.schedule == "linear":
+            require(
+                self.cooldown_steps is None,
+                "optim.cooldown_steps is set but optim.schedule is linear: set optim.schedule=trapezoid, or remove it",
+            )
+            return
+        cooldown = self._updates(0.5 if self.cooldown_steps is None else self.cooldown_steps)
+        require(
+            0 < cooldown <= self.max_steps - self.warmup_steps and cooldown == int(cooldown),
+            f"optim.cooldown_steps {self.cooldown_steps} must be a whole number, at least 1 and at most what "
+            f"optim.warmup_steps {self.warmup_steps} leaves of optim.max_steps {self.max_steps}, or a share of those",
+        )
+        object.__setattr__(self, "cooldown_steps", int(cooldown))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -291,6 +291,52 @@ def roberta_tiny() -> RunConfig:
     return as_roberta(tiny())
 
 
+def as_fast(config: RunConfig, lr: float, muon_lr: float) -> RunConfig:
+    """A preset with our recipe for less time to the same loss: Muon, and masks that fall from 40% to 15%."""
+    return change(
+        config,
+        masking={"rate": 0.4, "rate_end": 0.15},
+        optim={"name": "muon", "lr": lr, "muon_lr": muon_lr},
+    )
+
+
+@preset("tiny_fast")
+def tiny_fast() -> RunConfig:
+    """Ours: tiny with Muon and falling masks, 1,200 updates, which take as long as tiny's 1,600; for the demo."""
+    shorter = change(tiny(), optim={"max_steps": 1_200, "warmup_steps": 120})
+    return change(as_fast(shorter, lr=6e-3, muon_lr=5e-3), optim={"muon_momentum": 0.9})
+
+
+@preset("roberta_tiny_fast")
+def roberta_tiny_fast() -> RunConfig:
+    """Standard MLM under the settings of tiny_fast."""
+    return as_roberta(tiny_fast())
+
+
+@preset("small_fast")
+def small_fast() -> RunConfig:
+    """small with Muon and falling masks; not tried at this size."""
+    return as_fast(small(), lr=2e-3, muon_lr=2e-3)
+
+
+@preset("roberta_small_fast")
+def roberta_small_fast() -> RunConfig:
+    """Standard MLM under the settings of small_fast."""
+    return as_roberta(small_fast())
+
+
+@preset("base_fast")
+def base_fast() -> RunConfig:
+    """base with Muon and falling masks; not tried at this size."""
+    return as_fast(base(), lr=5e-4, muon_lr=1e-3)
+
+
+@preset("roberta_base_fast")
+def roberta_base_fast() -> RunConfig:
+    """Standard MLM under the settings of base_fast."""
+    return as_roberta(base_fast())
+
+
 _WHERE = {"table2": "Table 2", "fig4": "Fig. 4", "appendix_e": "Appendix E", "appendix_c": "Appendix C"}
 for _name, _row in VARIANTS.items():
     _PRESETS[f"{_row.where}/{_name}"] = functools.partial(_of_base, _name)

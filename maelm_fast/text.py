@@ -189,6 +189,8 @@ class TextTokenizer:
         spaces first, puts it before every word whatever it is told."""
         backend = _plain(self.backend)
         parts = backend.pre_tokenizer
+        if isinstance(parts, pre_tokenizers.Sequence):
+            parts = next(iter(parts), parts)  # in our exports it puts the space (with_mask_in_text)
         if isinstance(parts, pre_tokenizers.ByteLevel):
             parts.add_prefix_space = False
         elif isinstance(parts, pre_tokenizers.Metaspace):

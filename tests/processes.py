@@ -12,8 +12,8 @@ from collections.abc import Callable
 from tests.waiting import HANG
 
 
-def together(world: int, function: Callable[[], object], codes: tuple[int, ...] | None = None) -> None:
-    """Calls it in `world` forks of this process; each must end with the status that `codes` says, 0 without."""
+def started(world: int, function: Callable[[], object]) -> list[multiprocessing.process.BaseProcess]:
+    """`world` forks of this process that call it, as processes of one group if there are several."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -21,13 +21,23 @@ def together(world: int, function: Callable[[], object], codes: tuple[int, ...] 
     children = [fork.Process(target=_one, args=(rank, world, port, function)) for rank in range(world)]
     for child in children:
         child.start()
+    return list(children)
+
+
+def together(world: int, function: Callable[[], object], codes: tuple[int, ...] | None = None) -> None:
+    """Calls it in `world` forks of this process; each must end with the status that `codes` says, 0 without."""
+    assert ended(started(world, function)) == (codes or (0,) * world)
+
+
+def ended(children: list[multiprocessing.process.BaseProcess]) -> tuple[int | None, ...]:
+    """Their exit codes, when they have ended by themselves."""
     for child in children:
         child.join(HANG)
     alive = [child for child in children if child.is_alive()]
     for child in alive:
         child.kill()
     assert not alive
-    assert tuple(child.exitcode for child in children) == (codes or (0,) * world)
+    return tuple(child.exitcode for child in children)
 
 
 def _one(rank: int, world: int, port: int, function: Callable[[], object]) -> None:

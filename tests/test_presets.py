@@ -81,7 +81,9 @@ def test_every_preset_computes_a_loss_when_shrunk(name: str) -> None:
     model = MaeLm(run.model)
     rows = [np.arange(5, 45), np.arange(100, 117)]
     vocabulary = Vocabulary(300, 299, (0, 1, 2, 3, 299))
-    batch = pack(rows, np.arange(2), np.zeros(2, int), Masker(run.masking, vocabulary, 0, model.encoder_sees_mask))
+    batch = pack(
+        rows, np.arange(2), np.zeros(2, int), Masker(run.masking.final, vocabulary, 0, model.encoder_sees_mask)
+    )
     loss, _ = model(batch)
     loss.backward()
     assert torch.isfinite(loss)
@@ -234,3 +236,17 @@ def test_unknown_preset_lists_the_known() -> None:
 def test_table_is_padded_to_a_multiple_of_64() -> None:
     assert ModelConfig(vocab_size=1000).table_size == 1024
     assert ModelConfig(vocab_size=64_000).table_size == 64_000
+
+
+def test_fast_presets_are_their_scales_with_muon_and_falling_masks() -> None:
+    """And the paper's own are as they were."""
+    for name in ("tiny", "small", "base"):
+        fast, plain = presets.get(f"{name}_fast"), presets.get(name)
+        changed = differences(fast, plain)
+        assert changed.keys() <= {"name", "lr", "muon_lr", "muon_momentum", "rate", "rate_end"} | (
+            {"max_steps", "warmup_steps"} if name == "tiny" else set()
+        )
+        assert (changed["name"], changed["rate"], fast.masking.final.rate) == ("muon", 0.4, 0.15)
+        assert presets.get(f"roberta_{name}_fast") == presets.as_roberta(fast)
+    paper = [presets.get(name) for name in presets.names() if "fast" not in name]
+    assert {(run.optim.name, run.optim.schedule, run.masking.rate_end) for run in paper} == {("adamw", "linear", None)}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from maelm_fast.data.tokenizer import with_mask_in_text
 from maelm_fast.errors import UserError
 from maelm_fast.text import TextTokenizer
 from tests.finetuning import small
@@ -142,6 +143,8 @@ def test_parts_of_a_text_are_taken_as_they_are(ours: TextTokenizer) -> None:
     assert ours.tokenize([" fox"], as_is=True)[0].tolist() == word != start
     assert ours.decode(start) == ours.decode(word) == "fox"
     assert ours.tokenize(["fox"])[0].tolist() == word  # and nothing has changed
+    exported = TextTokenizer.of_run(with_mask_in_text(ours.backend))
+    assert [exported.tokenize(["fox"], as_is=as_is)[0].tolist() for as_is in (True, False)] == [start, word]
 
 
 def test_texts_of_several_portions_stay_in_order(ours: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

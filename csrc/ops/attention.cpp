@@ -1,7 +1,7 @@
 // Attention over packed sequences on the CPU, forward and backward. A (sequence, head) is one piece of work: its
 // keys and values are first copied into panels (panels.h); the scores of a block of queries never leave the L1 and L2
 // caches. The backward pass computes them again. All of it is in fp32: bf16 and fp16 are widened before and rounded
-// after.
+// after. Where the bias excludes distances, a sliding window, a block of queries leaves out the keys beyond them.
 //
 // Everything that is summed is summed in an order that depends on the lengths alone, never on the number of threads.
 
@@ -25,6 +25,7 @@ constexpr const char* kOp = "attention";
 constexpr int64_t kBlockBytes = 96 << 10;  // scores of a block of queries
 constexpr int64_t kMostRows = 60;          // of a block
 constexpr int64_t kRowsOfTiles = 12;       // rows of whole tiles, at any width of vectors
+constexpr int64_t kRowsOfWindow = 24;      // of a block in a window: more see more keys that one of them does not
 constexpr int64_t kPiecesOfLine = 16;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -132,6 +133,21 @@ struct Call {
     return distances.row(h) - distances.least() - q_positions[query];
   }
 
+  struct Block {
+    int64_t rows;
+    Keys keys;
+  };
+  // The queries from `start` on that are computed together, and what they may see. extents: of the sequence's keys.
+  Block block(int64_t s, int64_t start, const Extents& extents) const {
+    const int64_t left = queries(s) - start, usual = std::min(block_rows(queries(s), padded(keys(s))), left);
+    if (!distances.limited()) return {usual, {0, keys(s)}};
+    const int32_t* from = q_positions + q_starts[s] + start;
+    const int64_t rows = std::min(kRowsOfWindow, left);
+    const Keys seen = extents.seen(from, rows, distances);
+    if (rows * seen.width() * static_cast<int64_t>(sizeof(float)) <= kBlockBytes) return {rows, seen};
+    return {usual, extents.seen(from, usual, distances)};
+  }
+
   static Tensor rows(const Tensor& x, const char* name) {
     require(x.dim() == 3 && is_float(x), kOp, ": ", name,
             " must be fp32, bf16 or fp16 of shape (rows, heads, head_dim)");
@@ -183,9 +199,10 @@ class Scratch {
 };
 
 // 255 in the bytes of the weights that dropout keeps, in the order of the keys.
-const uint8_t* kept(std::vector<uint8_t>& bytes, const Dropout& dropout, int64_t query, int64_t keys, int64_t head) {
-  dropout.draw_weights(bytes.data(), query, keys, head);
-  return bytes.data();
+const uint8_t* kept(std::vector<uint8_t>& bytes, const Dropout& dropout, int64_t query, const Keys& keys, int64_t head) {
+  const int64_t before = keys.first % 32;  // it draws 32 at a time
+  dropout.draw_weights(bytes.data(), query, before + keys.count, head, keys.first - before);
+  return bytes.data() + before;
 }
 
 std::tuple<Tensor, Tensor> attention_native_fwd(Tensor q, Tensor k, Tensor v, std::optional<Tensor> line,
@@ -205,9 +222,10 @@ std::tuple<Tensor, Tensor> attention_native_fwd(Tensor q, Tensor k, Tensor v, st
     std::vector<uint8_t> bytes(call.dropout.on() ? Dropout::buffer_size(widest) : 0);
     std::vector<float> factors(kMostRows);
     Spans spans;
+    Extents extents;
     for (int64_t item = begin; item < end; ++item) {
       const int64_t s = item / call.heads, h = item % call.heads;
-      const int64_t queries = call.queries(s), keys = call.keys(s), width = padded(keys), first = call.q_starts[s];
+      const int64_t queries = call.queries(s), keys = call.keys(s), first = call.q_starts[s];
       float* lse_of = statistics + h * total_queries + first;
       const Head q_h = call.queries_of(call.q, s, h), out_h = call.queries_of(out, s, h);
       if (keys == 0) {
@@ -220,15 +238,18 @@ std::tuple<Tensor, Tensor> attention_native_fwd(Tensor q, Tensor k, Tensor v, st
       pack_rows(keys_t, call.keys_of(call.k, s, h), keys, dim, call.scale);
       pack_columns(values, call.keys_of(call.v, s, h), keys, dim, 1.0f);
       if (call.biased) spans.set(call.k_positions + call.k_starts[s], keys);
-      const int64_t block = block_rows(queries, width);
-      for (int64_t start = 0; start < queries; start += block) {
-        const int64_t rows = std::min(block, queries - start);
-        kernels().product(rows, width, dim, q_h.row(start), q_h.stride, keys_t, dim * kPanel, scores, width);
+      if (call.distances.limited()) extents.set(call.k_positions + call.k_starts[s], keys);
+      for (int64_t start = 0, rows; start < queries; start += rows) {
+        const auto [block_size, seen] = call.block(s, start, extents);
+        const int64_t width = seen.width();
+        rows = block_size;
+        kernels().product(rows, width, dim, q_h.row(start), q_h.stride, keys_t + seen.first * dim, dim * kPanel, scores,
+                          width);
         for (int64_t r = 0; r < rows; ++r) {
           float* row = scores + r * width;
           const int64_t query = first + start + r;
-          if (call.biased) spans.add(row, call.bias_row(h, query));
-          const Softmax softmax = kernels().exponentials(row, keys, width);
+          if (call.biased) spans.add(row, call.bias_row(h, query), seen);
+          const Softmax softmax = kernels().exponentials(row, seen.count, width);
           if (call.biased && softmax.top == -kInfinity) {  // the bias excludes every key
             std::fill_n(row, width, 0.0f);
             lse_of[start + r] = -kInfinity;
@@ -238,11 +259,12 @@ std::tuple<Tensor, Tensor> attention_native_fwd(Tensor q, Tensor k, Tensor v, st
           lse_of[start + r] = softmax.top + std::log(softmax.sum);
           factors[r] = call.dropout.scale() / softmax.sum;
           if (call.dropout.on()) {
-            const uint8_t* keep_bytes = kept(bytes, call.dropout, query, keys, h);
+            const uint8_t* keep_bytes = kept(bytes, call.dropout, query, seen, h);
             for (int64_t j = 0; j < width; j += 8) store<Vec>(row + j, keep(load<Vec>(row + j), keep_bytes + j));
           }
         }
-        kernels().product(rows, dim, keys, scores, width, values, keys * kPanel, out_h.row(start), out_h.stride);
+        kernels().product(rows, dim, seen.count, scores, width, values + seen.first * kPanel, keys * kPanel,
+                          out_h.row(start), out_h.stride);
         for (int64_t r = 0; r < rows; ++r) {
           float* row = out_h.row(start + r);
           for (int64_t c = 0; c < dim; c += 8) store<Vec>(row + c, load<Vec>(row + c) * factors[r]);
@@ -279,35 +301,40 @@ class Backward {
 
   // line: (2R+1,) what is added to the gradient of the head's line; null if it is not wanted.
   void run(int64_t s, int64_t h, double* line) {
-    const int64_t queries = call_.queries(s), keys = call_.keys(s), width = padded(keys), dim = call_.dim;
+    const int64_t queries = call_.queries(s), keys = call_.keys(s), dim = call_.dim;
     const Head q = call_.queries_of(call_.q, s, h);
     const Head up = call_.queries_of(grad_out_, s, h), to_q = call_.queries_of(grad_q_, s, h);
     const Head to_k = call_.keys_of(grad_k_, s, h), to_v = call_.keys_of(grad_v_, s, h);
-    if (keys == 0 || queries == 0) {
+    const bool adds = call_.distances.limited();  // not all keys are in every block
+    if (keys == 0 || queries == 0 || adds) {
       for (int64_t i = 0; i < queries; ++i) std::fill_n(to_q.row(i), dim, 0.0f);
       for (int64_t j = 0; j < keys; ++j) std::fill_n(to_k.row(j), dim, 0.0f);
       for (int64_t j = 0; j < keys; ++j) std::fill_n(to_v.row(j), dim, 0.0f);
-      return;
+      if (keys == 0 || queries == 0) return;
     }
     const Head k = call_.keys_of(call_.k, s, h);
     pack_rows(keys_t_, k, keys, dim, call_.scale);
     pack_columns(keys_, k, keys, dim, call_.scale);
     pack_rows(values_t_, call_.keys_of(call_.v, s, h), keys, dim, call_.dropout.scale());
     if (call_.biased) spans_.set(call_.k_positions + call_.k_starts[s], keys);
+    if (adds) extents_.set(call_.k_positions + call_.k_starts[s], keys);
     if (line != nullptr) std::fill_n(by_distance_, 2 * call_.distances.stride(), 0.0f);
-    const int64_t block = block_rows(queries, width);
-    for (int64_t start = 0; start < queries; start += block) {
-      const int64_t rows = std::min(block, queries - start);
-      kernels().product(rows, width, dim, q.row(start), q.stride, keys_t_, dim * kPanel, weights_, width);
-      kernels().product(rows, width, dim, up.row(start), up.stride, values_t_, dim * kPanel, gradient_, width);
-      for (int64_t r = 0; r < rows; ++r) scores_gradient(s, h, start + r, r, line != nullptr);
-      kernels().product(rows, dim, keys, gradient_, width, keys_, keys * kPanel, to_q.row(start), to_q.stride);
+    for (int64_t start = 0, rows; start < queries; start += rows) {
+      const auto [block_size, seen] = call_.block(s, start, extents_);
+      const int64_t width = seen.width(), panels = seen.first * dim;
+      rows = block_size;
+      kernels().product(rows, width, dim, q.row(start), q.stride, keys_t_ + panels, dim * kPanel, weights_, width);
+      kernels().product(rows, width, dim, up.row(start), up.stride, values_t_ + panels, dim * kPanel, gradient_, width);
+      for (int64_t r = 0; r < rows; ++r) scores_gradient(seen, s, h, start + r, r, line != nullptr);
+      kernels().product(rows, dim, seen.count, gradient_, width, keys_ + seen.first * kPanel, keys * kPanel,
+                        to_q.row(start), to_q.stride);
       const Head q_block = {q.row(start), q.stride}, up_block = {up.row(start), up.stride};
       pack_columns(queries_, q_block, rows, dim, call_.scale);
       pack_columns(upstream_, up_block, rows, dim, call_.dropout.scale());
-      const auto add = start == 0 ? kernels().product_of_transposed : kernels().add_product_of_transposed;
-      add(keys, dim, rows, gradient_, width, queries_, rows * kPanel, to_k.data, to_k.stride);
-      add(keys, dim, rows, weights_, width, upstream_, rows * kPanel, to_v.data, to_v.stride);
+      const bool first = start == 0 && !adds;
+      const auto add = first ? kernels().product_of_transposed : kernels().add_product_of_transposed;
+      add(seen.count, dim, rows, gradient_, width, queries_, rows * kPanel, to_k.row(seen.first), to_k.stride);
+      add(seen.count, dim, rows, weights_, width, upstream_, rows * kPanel, to_v.row(seen.first), to_v.stride);
     }
     if (line != nullptr) {
       call_.distances.fold(by_distance_, line);
@@ -317,8 +344,8 @@ class Backward {
 
  private:
   // Row r of the block: scores to weights as dropout leaves them, the weights' gradient to the scores'.
-  void scores_gradient(int64_t s, int64_t h, int64_t i, int64_t r, bool line) {
-    const int64_t keys = call_.keys(s), width = padded(keys), query = call_.q_starts[s] + i;
+  void scores_gradient(const Keys& seen, int64_t s, int64_t h, int64_t i, int64_t r, bool line) {
+    const int64_t width = seen.width(), query = call_.q_starts[s] + i;
     float *weights = weights_ + r * width, *gradient = gradient_ + r * width;
     const float lse = lse_[h * call_.q.size(0) + query];
     if (lse == -kInfinity) {  // the bias excludes every key
@@ -326,12 +353,12 @@ class Backward {
       std::fill_n(gradient, width, 0.0f);
       return;
     }
-    if (call_.biased) spans_.add(weights, call_.bias_row(h, query));
-    const uint8_t* bytes = call_.dropout.on() ? kept(bytes_, call_.dropout, query, keys, h) : nullptr;
-    kernels().gradients(weights, gradient, keys, width, lse, bytes);
+    if (call_.biased) spans_.add(weights, call_.bias_row(h, query), seen);
+    const uint8_t* bytes = call_.dropout.on() ? kept(bytes_, call_.dropout, query, seen, h) : nullptr;
+    kernels().gradients(weights, gradient, seen.count, width, lse, bytes);
     if (line) {
       spans_.add_back(gradient, by_distance_ - call_.distances.least() - call_.q_positions[query],
-                      call_.distances.stride());
+                      call_.distances.stride(), seen);
     }
   }
 
@@ -343,6 +370,7 @@ class Backward {
   float *weights_, *gradient_, *keys_t_, *keys_, *values_t_, *queries_, *upstream_, *by_distance_;
   std::vector<uint8_t> bytes_;
   Spans spans_;
+  Extents extents_;
 };
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_native_bwd(Tensor grad_out, Tensor q, Tensor k, Tensor v,

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -35,6 +36,17 @@ class Distances {
     stride_ = padded(width_) + kPanel;  // a span may read 15 past the last distance
     const Tensor values = fp32(*line);
     const auto* from = static_cast<const float*>(values.data_ptr());
+    const auto excluded = [&](int64_t at) {
+      for (int64_t head = 0; head < line->size(0); ++head) {
+        if (from[head * (2 * reach_ + 1) + at] != -std::numeric_limits<float>::infinity()) return false;
+      }
+      return true;
+    };
+    int64_t first = 0, last = 2 * reach_;
+    while (first <= last && excluded(first)) ++first;
+    while (first <= last && excluded(last)) --last;
+    if (first > 0) nearest_ = first - reach_;
+    if (last < 2 * reach_) farthest_ = last - reach_;
     data_.resize(static_cast<size_t>(line->size(0) * stride_));
     for (int64_t head = 0; head < line->size(0); ++head) {
       for (int64_t i = 0; i < stride_; ++i) data_[head * stride_ + i] = from[head * (2 * reach_ + 1) + place(i)];
@@ -44,6 +56,10 @@ class Distances {
   // Of a head: the bias of key position k and query position q is row[k - q - least()].
   const float* row(int64_t head) const { return data_.data() + head * stride_; }
   int64_t least() const { return least_; }
+  // Every head excludes the distances below nearest() and those above farthest(), with -inf.
+  int64_t nearest() const { return nearest_; }
+  int64_t farthest() const { return farthest_; }
+  bool limited() const { return nearest_ > -kMost || farthest_ < kMost; }
   int64_t stride() const { return stride_; }
   // Adds what belongs to every distance, (stride(),), to what belongs to the line's, (2R+1,).
   void fold(const float* by_distance, double* line) const {
@@ -54,8 +70,45 @@ class Distances {
   static constexpr int64_t kMost = 1 << 22;
   int64_t place(int64_t i) const { return std::clamp(i + least_, -reach_, reach_) + reach_; }
 
-  int64_t reach_, least_ = 0, width_ = 0, stride_ = 0;
+  int64_t reach_, least_ = 0, width_ = 0, stride_ = 0, nearest_ = -kMost, farthest_ = kMost;
   std::vector<float> data_;
+};
+
+// Keys of a sequence, from a multiple of kPanel on.
+struct Keys {
+  int64_t first, count;
+  int64_t width() const { return padded(count); }
+};
+
+// Which of a sequence's keys a block of queries may see, whole panels of them. They may lie in any order.
+class Extents {
+ public:
+  void set(const int32_t* positions, int64_t keys) {
+    keys_ = keys;
+    panels_.clear();
+    for (int64_t first = 0; first < keys; first += kPanel) {
+      const auto [low, high] = std::minmax_element(positions + first, positions + std::min(first + kPanel, keys));
+      panels_.emplace_back(*low, *high);
+    }
+  }
+
+  // All from the first to the last panel that holds a distance within the limits; the first panel if none does.
+  Keys seen(const int32_t* queries, int64_t rows, const Distances& distances) const {
+    const auto [low, high] = std::minmax_element(queries, queries + rows);
+    const int64_t least = *low + distances.nearest(), most = *high + distances.farthest();
+    const auto sees = [&](const std::pair<int64_t, int64_t>& panel) {
+      return panel.second >= least && panel.first <= most;
+    };
+    const auto begin = std::find_if(panels_.begin(), panels_.end(), sees);
+    if (begin == panels_.end()) return {0, std::min(kPanel, keys_)};
+    const auto end = std::find_if(panels_.rbegin(), panels_.rend(), sees).base();
+    const int64_t first = (begin - panels_.begin()) * kPanel;
+    return {first, std::min((end - panels_.begin()) * kPanel, keys_) - first};
+  }
+
+ private:
+  int64_t keys_ = 0;
+  std::vector<std::pair<int64_t, int64_t>> panels_;  // the least and the largest position of each
 };
 
 // Where the biases of a sequence's keys lie, eight keys at a time. As long as eight keys lie within 16 positions, their
@@ -69,9 +122,10 @@ class Spans {
     for (size_t i = 0; i < spans_.size(); ++i) describe(spans_[i], static_cast<int64_t>(i) * 8);
   }
 
-  // scores[j] += row[position of key j]; row is that of the query.
-  void add(float* scores, const float* row) const {
-    for (const Span& span : spans_) {
+  // scores[j] += row[position of key keys.first + j]; row is that of the query.
+  void add(float* scores, const float* row, const Keys& keys) const {
+    for (const Span *at = begin(keys), *end = at + keys.width() / 8; at != end; ++at) {
+      const Span& span = *at;
       Vec bias;
       if (span.near) {
         bias = pick(row + span.base, span.at);
@@ -84,10 +138,11 @@ class Spans {
     }
   }
 
-  // row[position of key j] += gradient[j]: spans take turns with two rows `apart`, since one and the next overlap, and
-  // reading what was just written would wait.
-  void add_back(const float* gradient, float* row, int64_t apart) const {
-    for (const Span& span : spans_) {
+  // row[position of key keys.first + j] += gradient[j]: spans take turns with two rows `apart`, since one and the next
+  // overlap, and reading what was just written would wait.
+  void add_back(const float* gradient, float* row, int64_t apart, const Keys& keys) const {
+    for (const Span *at = begin(keys), *end = at + keys.width() / 8; at != end; ++at) {
+      const Span& span = *at;
       if (span.near) {
         const Vec values = load<Vec>(gradient);
         float* to = row + span.base;
@@ -109,6 +164,8 @@ class Spans {
     int64_t base, count;
     bool near;
   };
+
+  const Span* begin(const Keys& keys) const { return spans_.data() + keys.first / 8; }
 
   void describe(Span& span, int64_t first) const {
     span.count = std::clamp<int64_t>(keys_ - first, 0, 8);

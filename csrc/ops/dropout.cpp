@@ -111,20 +111,20 @@ Dropout::Dropout(double p, const std::optional<Tensor>& seed, int64_t place, con
   seed_ = static_cast<uint64_t>(*static_cast<const int64_t*>(seed->data_ptr()));
 }
 
-void Dropout::draw(uint8_t* bytes, int64_t row, int64_t width, int64_t part) const {
+void Dropout::draw(uint8_t* bytes, int64_t row, int64_t width, int64_t part, int64_t first) const {
   if (threshold_ > 0xFFFF) {  // no half is that large
     std::memset(bytes, 0, buffer_size(width));
     return;
   }
   for (int64_t column = 0; column < width; column += 64) {
-    draw_64(bytes + column, static_cast<uint32_t>(column / kDropoutLanes), static_cast<uint32_t>(row), place_,
+    draw_64(bytes + column, static_cast<uint32_t>((first + column) / kDropoutLanes), static_cast<uint32_t>(row), place_,
             static_cast<uint32_t>(part), seed_, threshold_);
   }
 }
 
 // Of 32 columns, pair t of word k (a block is t) belongs to keys 8 k + 2 t and the next one.
-void Dropout::draw_weights(uint8_t* bytes, int64_t row, int64_t keys, int64_t head) const {
-  draw(bytes, row, keys, head);
+void Dropout::draw_weights(uint8_t* bytes, int64_t row, int64_t keys, int64_t head, int64_t first) const {
+  draw(bytes, row, keys, head, first);
   for (int64_t span = 0; span < keys; span += 32) {
     uint16_t pairs[16], ordered[16];
     std::memcpy(pairs, bytes + span, 32);

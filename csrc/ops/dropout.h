@@ -17,11 +17,12 @@ class Dropout {
 
   bool on() const { return on_; }
   float scale() const { return scale_; }
-  // Bytes of 0 or 255 for `width` columns of `row`; the buffer has buffer_size(width) of them. part: a head, in
-  // attention.
-  void draw(uint8_t* bytes, int64_t row, int64_t width, int64_t part = 0) const;
-  // The same for the attention weights of a query (its packed row) in one head, in the order of the keys.
-  void draw_weights(uint8_t* bytes, int64_t row, int64_t keys, int64_t head) const;
+  // Bytes of 0 or 255 for `width` columns of `row` from `first` on, a multiple of 8; the buffer has buffer_size(width) of
+  // them. part: a head, in attention.
+  void draw(uint8_t* bytes, int64_t row, int64_t width, int64_t part = 0, int64_t first = 0) const;
+  // The same for the attention weights of a query (its packed row) in one head, in the order of the keys; `first` is a
+  // multiple of 32.
+  void draw_weights(uint8_t* bytes, int64_t row, int64_t keys, int64_t head, int64_t first = 0) const;
   static size_t buffer_size(int64_t width) { return static_cast<size_t>(ceil_div(width, 64) * 64); }
 
  private:

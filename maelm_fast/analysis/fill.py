@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer
 
 from maelm_fast.config import require
 from maelm_fast.data.masking import pack_masked
-from maelm_fast.data.tokenizer import special_ids, special_names
+from maelm_fast.data.tokenizer import special_ids, special_names, with_mask_in_text
 from maelm_fast.errors import UserError
 from maelm_fast.training.rundir import LoadedRun
 
@@ -65,12 +65,8 @@ def best_text(run: LoadedRun, text: str, candidates: list[list[Candidate]]) -> s
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of a text with <mask> or [MASK], in the form of a pretraining sample."""
     text = text.replace("[MASK]", "<mask>").replace("<mask>", special_names(tokenizer)["mask"])
-    if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
-        tokenizer = Tokenizer.from_str(tokenizer.to_str())
-        # It would put a space before each stretch between masks; only the start of a line has one in pretraining.
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    special = special_ids(tokenizer)
-    lines = [f" {line.strip()}" for line in text.splitlines() if line.strip()]
+    tokenizer, special = with_mask_in_text(tokenizer), special_ids(tokenizer)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     encoded = [tokenizer.encode(line, add_special_tokens=False).ids for line in lines]
     return [special["bos"], *(i for ids in encoded for i in (*ids, special["eos"]))]
 

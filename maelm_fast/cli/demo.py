@@ -20,13 +20,14 @@ from maelm_fast.cli.common import parse
 from maelm_fast.config import require
 from maelm_fast.data.prepare import PrepareConfig, prepare
 from maelm_fast.data.token_store import TokenStore
+from maelm_fast.export.card import About
 from maelm_fast.export.huggingface import export
 from maelm_fast.reporting import require_matplotlib
 from maelm_fast.training.files import write_json
 from maelm_fast.training.job import pretrain
 from maelm_fast.training.rundir import LoadedRun, RunDir, load_run
 
-PRESET = "tiny"
+PRESET = "tiny_fast"
 SEQ_LEN = 64
 TEXTS = (
     "This software is provided without warranty of any <mask>.",
@@ -84,7 +85,7 @@ def main(argv: list[str]) -> int:
 
     _title(4, "export for Hugging Face Transformers, read back and compared")
     shutil.rmtree(hf, ignore_errors=True)  # of an earlier demo in the same place
-    written = export(loaded, hf)
+    written = export(loaded, hf, about=About(tuple(RunDir(run).metrics())))
     print(f"{hf}: {written.architecture}; hidden states read back differ by {written.differences.hidden:.1e}")
 
     _title(5, f"done in {time.monotonic() - start:.0f} s")
@@ -97,7 +98,7 @@ def main(argv: list[str]) -> int:
         f"  {hf}/         for AutoModel.from_pretrained\n\n"
         f"next:\n"
         f'  maelm-fast fill {run} "the <mask> of the file"\n'
-        f"  maelm-fast pretrain roberta_tiny --data {store} --out {out / 'roberta'}   (the baseline, same data)\n"
+        f"  maelm-fast pretrain roberta_tiny_fast --data {store} --out {out / 'roberta'}   (the baseline, same data)\n"
         f"  maelm-fast plot {run} {out / 'roberta'} --out {out / 'both.png'}\n"
         f"(in a shell after: source .venv/bin/activate)"
     )

@@ -51,10 +51,10 @@ def main(argv: list[str]) -> int:
 
     if (run := RunDir(options.out)).exists:  # it has the warm-up that it was started with, if not asked otherwise
         before = run.read_config()[1].optim
-        if before.max_steps == config.optim.max_steps:
+        if before.max_steps == config.optim.max_steps or config.optim.schedule == "trapezoid":
             options, config = parsed(argv, before.warmup_steps)
     initial = _initial(options.init_from) if options.init_from else None
-    pretrain(options.preset, config, str(options.data), str(options.out), initial)
+    pretrain(options.preset, config, str(options.data), str(options.out), initial, several=True)
     return 0
 
 

@@ -104,6 +104,20 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
     return {role: vocabulary[name] for role, name in special_names(tokenizer).items()}
 
 
+def with_mask_in_text(tokenizer: Tokenizer) -> Tokenizer:
+    """A copy for texts in which <mask> stands for a token: what follows it is cut as in running text.
+
+    Byte-level BPE puts its space before every stretch of text between special tokens, so that "<mask>." would end in
+    a lone space, which no text holds; here it does so at the start only. Texts without <mask> are cut as before."""
+    copy = Tokenizer.from_str(tokenizer.to_str())
+    cut = copy.pre_tokenizer
+    if isinstance(cut, pre_tokenizers.ByteLevel) and cut.add_prefix_space:
+        at_start = pre_tokenizers.Metaspace(replacement=" ", prepend_scheme="first", split=False)
+        cut.add_prefix_space = False
+        copy.pre_tokenizer = pre_tokenizers.Sequence([at_start, cut])
+    return copy
+
+
 def is_cased(tokenizer: Tokenizer) -> bool:
     return tokenizer.encode("A", add_special_tokens=False).ids != tokenizer.encode("a", add_special_tokens=False).ids
 

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from maelm_fast.batch import layout_of
 from maelm_fast.data.masking import pack_masked
-from maelm_fast.data.tokenizer import PAD
+from maelm_fast.data.tokenizer import PAD, with_mask_in_text
 from maelm_fast.errors import UserError
 from maelm_fast.masking import Vocabulary
 from maelm_fast.model.maelm import MaeLm
 
 TOLERANCE = 1e-5
-_TEXTS = ("Once, upon a time.", "  two  spaces\tand ÅNGSTRÖM, 中文 🙂", "a <mask> b", "")
+_TEXTS = ("Once, upon a time.", "  two  spaces\tand ÅNGSTRÖM, 中文 🙂", "a <mask> b", "is <mask>.", "")
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,13 @@ def compare_model(transformers: Any, model: MaeLm, path: Path, remote_code: bool
 
 
 def compare_tokenizer(transformers: Any, tokenizer: Any, path: Path) -> None:
-    """The tokenizer read back gives our ids. Raises UserError if not."""
+    """The tokenizer read back gives our ids, with <mask> in a text those of `maelm-fast fill`. Raises UserError if
+    not."""
     theirs = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    in_text = with_mask_in_text(tokenizer)
     for text in _TEXTS:
-        if theirs(text)["input_ids"] != tokenizer.encode(text).ids:
+        ours = in_text if "<mask>" in text else tokenizer
+        if theirs(text)["input_ids"] != ours.encode(text).ids:
             raise UserError(f"the exported tokenizer, read back, encodes {text!r} differently; nothing was exported")
 
 

@@ -25,8 +25,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from maelm_fast.config import ModelConfig, require
-from maelm_fast.data.tokenizer import PAD, special_ids, special_names
+from maelm_fast.data.tokenizer import PAD, special_ids, special_names, with_mask_in_text
 from maelm_fast.errors import UserError
+from maelm_fast.export.card import About, card
 from maelm_fast.export.compare import Differences, compare_model, compare_tokenizer
 from maelm_fast.export.mapping import own_encoder_state, own_fields, own_holds_all, own_state, stock_fields, stock_state
 from maelm_fast.training.files import write_directory, write_json
@@ -90,8 +91,9 @@ def require_new(out: Path) -> None:
     )
 
 
-def export(run: LoadedRun, out: Path, format: str = "auto") -> ExportReport:
-    """Writes config.json, model.safetensors, the tokenizer and README.md to `out`, which must be new or empty.
+def export(run: LoadedRun, out: Path, format: str = "auto", about: About = About()) -> ExportReport:
+    """Writes config.json, model.safetensors, the tokenizer and README.md to `out`, which must be new or empty. about:
+    what README.md says beside what the run itself holds.
 
     `out` is complete, and its model read back equals ours, or it is not there. Raises UserError if the format cannot
     hold the model, if what was written differs, if transformers is missing, or if `out` cannot be written."""
@@ -106,7 +108,7 @@ def export(run: LoadedRun, out: Path, format: str = "auto") -> ExportReport:
         nonlocal architecture, differences
         architecture = _write_model(transformers, run, aside, chosen)
         write_tokenizer(transformers, run.tokenizer, run.config.model.max_positions, aside)
-        (aside / "README.md").write_text(_card(run, chosen, architecture), encoding="utf-8")
+        (aside / "README.md").write_text(card(run, chosen, architecture, about), encoding="utf-8")
         compare_tokenizer(transformers, run.tokenizer, aside)
         differences = compare_model(transformers, run.model, aside, remote_code=chosen == "own")
 
@@ -170,10 +172,11 @@ def _write_model(transformers: Any, run: LoadedRun, out: Path, format: str) -> s
 
 
 def write_tokenizer(transformers: Any, tokenizer: Tokenizer, longest: int, out: Path) -> None:
-    """The tokenizer's files as AutoTokenizer reads them. longest: tokens of an input."""
+    """The tokenizer's files as AutoTokenizer reads them, what follows <mask> cut as in running text. longest: tokens of
+    an input."""
     names = special_names(tokenizer)
     theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=with_mask_in_text(tokenizer),
         model_max_length=longest,
         model_input_names=["input_ids", "attention_mask"],  # no token types
         bos_token=names["bos"],
@@ -188,62 +191,3 @@ def write_tokenizer(transformers: Any, tokenizer: Tokenizer, longest: int, out: 
     file = out / "tokenizer_config.json"  # the name that every version of transformers knows
     fields = json.loads(file.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     write_json(file, fields)
-
-
-_USE = {
-    "own": """The architecture is not part of transformers; its code is `modeling_maelm.py` beside this file, so
-`trust_remote_code=True` is needed. Classes: AutoModel (encoder), AutoModelForSequenceClassification,
-AutoModelForQuestionAnswering{masked_lm}.""",
-    "layoutlmv3": """A text encoder in the LayoutLMv3 class: no boxes, no images; their tables are zeros. Loads with
-AutoModel and with the classes for fine-tuning.""",
-}
-_USE_STOCK = """Loads with AutoModel and with the classes for fine-tuning. A pooler, where a class has one, is not part
-of the pretrained model and starts from random values."""
-
-
-def _card(run: LoadedRun, format: str, architecture: str) -> str:
-    """The model card: what the run's own files say, nothing else."""
-    model, masking = run.config.model, run.config.masking
-    bias = "none"
-    if model.relative_bias != "none":
-        bias = f"{model.relative_bias}, {model.relative_buckets} buckets up to distance {model.relative_max_distance}"
-    decoder = "none: the encoder itself was trained on [MASK], as RoBERTa is"
-    if model.decoder != "none":
-        width = model.decoder_config.hidden_size
-        decoder = f"{model.decoder}, {model.decoder_layers} layers of {width}, used in pretraining only"
-    falling = f"{masking.rate:g} to " if masking.rate_end is not None else ""
-    rows = {
-        "architecture": architecture,
-        "encoder": f"{model.num_layers} layers of {model.hidden_size}, {model.num_heads} heads, "
-        f"feed-forward {model.ffn_size}",
-        "positions": f"{model.max_positions}, learned, {model.positions} in pretraining",
-        "relative position bias": bias,
-        "decoder": decoder,
-        "vocabulary": f"{model.vocab_size} tokens, byte-level BPE",
-        "masking": f"{falling}{masking.final.rate:g} of the tokens, policy {masking.policy}, {masking.shown:g} shown",
-        "preset": run.record.preset,
-        "data": Path(run.record.data).name,
-        "checkpoint": f"update {run.step} of {run.config.optim.max_steps}, batches of {run.config.optim.batch_size}",
-    }
-    masked_lm = ", AutoModelForMaskedLM (the whole pretraining network, for fill-mask)"
-    use = _USE.get(format, _USE_STOCK).format(masked_lm=masked_lm if architecture.endswith("ForMaskedLM") else "")
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    objective = "MAE-LM (arXiv 2302.02060): masked tokens are removed from its input and predicted by a decoder"
-    if masking.shown or masking.policy == "random" or model.decoder == "causal_cross":
-        objective = "an ablation of MAE-LM (arXiv 2302.02060), which the table below describes"
-    if model.decoder == "none":
-        objective = "masked language modelling"
-    return f"""---
-library_name: transformers
-pipeline_tag: {"fill-mask" if architecture.endswith("ForMaskedLM") else "feature-extraction"}
-tags: [maelm_fast]
----
-
-A text encoder pretrained with maelm_fast by {objective}.
-
-| | |
-|---|---|
-{table}
-
-{use}
-"""

@@ -4,7 +4,7 @@ Each has backends (ops/dispatch.py): plain PyTorch (ops/reference) on any device
 """
 
 from maelm_fast.ops.add_norm import add_norm
-from maelm_fast.ops.attention import attention
+from maelm_fast.ops.attention import attention, attention_varlen
 from maelm_fast.ops.attention_inputs import AttentionLayout, PositionBias
 from maelm_fast.ops.dispatch import backends, set_backends
 from maelm_fast.ops.embed_packed import embed_packed
@@ -23,6 +23,7 @@ __all__ = [
     "PositionBias",
     "add_norm",
     "attention",
+    "attention_varlen",
     "backends",
     "dropout",
     "embed_packed",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from maelm_fast.batch import Layout
 from maelm_fast.errors import UserError
 from maelm_fast.ops import dispatch
 from maelm_fast.ops.attention_backends import (
@@ -21,6 +22,7 @@ from maelm_fast.ops.attention_backends import (
     xformers,
 )
 from maelm_fast.ops.attention_inputs import AttentionLayout, Call, PositionBias
+from maelm_fast.ops.layouts import layout_from_boundaries
 from maelm_fast.ops.reference.dropout import check_dropout
 
 
@@ -68,8 +70,8 @@ def attention(
     that only under torch.use_deterministic_algorithms.
 
     Raises UserError for shapes that do not fit, a dropout without seed, or a named backend that cannot run. With a
-    bias, positions outside [0, bias.positions) raise a RuntimeError on the CPU; on CUDA they are the caller's duty,
-    since looking would make the host wait."""
+    bias, positions outside [0, bias.positions), or that do not ascend within a sequence, raise a RuntimeError on the
+    CPU; on CUDA they are the caller's duty, since looking would make the host wait."""
     _check(q, k, v, layout, bias)
     check_dropout(dropout_p, seed)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -102,6 +104,78 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, bias: Posit
 
 
 def _check_positions(layout: AttentionLayout, most: int) -> None:
-    for positions in (layout.queries.positions, layout.keys.positions):
-        inside = ((positions >= 0) & (positions < most)).all()
+    for rows in (layout.queries, layout.keys):
+        inside = ((rows.positions >= 0) & (rows.positions < most)).all()
         torch._assert_async(inside, f"attention: with a bias, positions must lie in [0, {most})")
+        starts = torch.zeros(rows.num_tokens + 1, dtype=torch.bool, device=rows.positions.device)
+        starts[rows.cu_seqlens.long()] = True
+        ascend = ((rows.positions.diff() > 0) | starts[1 : rows.num_tokens]).all()
+        torch._assert_async(ascend, "attention: with a bias, positions must ascend within a sequence")
+
+
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: object = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+    positions: Tensor | None = None,
+    positions_k: Tensor | None = None,
+    bias: PositionBias | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    place: int = 0,
+    backend: str | None = None,
+) -> Tensor:
+    """attention() with the arguments of torch.nn.attention.varlen.varlen_attn (torch 2.13), for a loop that has those.
+
+    query: (Tq, heads, head_dim). key, value: (Tk, heads, head_dim), the dtype of query; fewer heads with enable_gqa,
+    which queries then share. cu_seq_q, cu_seq_k: (S+1,) integers; None is cu_seq_q. max_q, max_k: at least the longest.
+    window_size: how many positions before and after itself a query sees, -1 for all: (-1, 0) is causal attention.
+
+    Beyond torch's: positions (Tq,), and positions_k (Tk,) of keys with boundaries of their own: bias and window go by
+    them; they ascend in a sequence, and each counts from 0 unless told. bias, dropout_p, seed, place, backend:
+    attention()'s. Returns (Tq, heads, head_dim).
+
+    The host reads the boundaries, so it waits for the device: layers of one batch should share a layout
+    (layout_from_boundaries, layout_from_mask) and call attention(). Raises UserError for what attention() refuses;
+    lengths above max_q or max_k; return_aux, seqused_k, block_table and num_splits, which it has not; and a window
+    without positions over queries and keys of unequal lengths, which torch aligns at their ends."""
+    missing = {"return_aux": return_aux, "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits}
+    if found := [name for name, given in missing.items() if given is not None]:
+        raise UserError(f"attention_varlen: it has no {', no '.join(found)}; use torch.nn.attention.varlen.varlen_attn")
+    queries = layout_from_boundaries(cu_seq_q, positions)
+    keys = queries
+    if cu_seq_k is not None and cu_seq_k is not cu_seq_q:
+        keys = layout_from_boundaries(cu_seq_k, positions if positions_k is None else positions_k)
+    if queries.max_seqlen > max_q or keys.max_seqlen > max_k:
+        longest = f"{queries.max_seqlen} queries or {keys.max_seqlen} keys"
+        raise UserError(f"attention_varlen: a sequence has {longest}, above max_q {max_q} or max_k {max_k}")
+    before, after = (None if size < 0 else size for size in window_size)
+    if before is not None or after is not None:
+        if positions is None and queries.lengths != keys.lengths:
+            raise UserError("attention_varlen: a window over queries and keys of unequal lengths needs positions")
+        if bias is None:
+            most = max(queries.max_seqlen, keys.max_seqlen) if positions is None else _above((queries, keys))
+            bias = PositionBias(torch.zeros(query.shape[1], 1, device=query.device), most)
+        bias = bias.within(before, after)
+    if enable_gqa and key.shape[1] and query.shape[1] % key.shape[1] == 0:
+        shared = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
+    numbers: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "seed": seed, "place": place, "backend": backend}
+    return attention(query, key, value, AttentionLayout(queries, keys), bias, **numbers)
+
+
+def _above(layouts: tuple[Layout, ...]) -> int:
+    """One above the largest position. The host reads it."""
+    return 1 + max((int(layout.positions.max()) for layout in layouts if layout.num_tokens), default=0)

@@ -25,7 +25,14 @@ from maelm_fast.paper.downstream import Found, Unit, finetunings, promptings
 from maelm_fast.paper.scales import Corpus, Scale, Setting
 
 PRETRAINING = "pretraining"
-_LATER = (("masking", "rate_end"), ("optim", "name"), ("optim", "muon_lr"))
+_LATER = (
+    ("masking", "rate_end"),
+    ("optim", "name"),
+    ("optim", "muon_lr"),
+    ("optim", "muon_momentum"),
+    ("optim", "schedule"),
+    ("optim", "cooldown_steps"),
+)
 """Fields that came when there were runs already: at their defaults they are no part of a cell's hash."""
 
 

@@ -18,18 +18,23 @@ from pathlib import Path
 from typing import Any
 
 _FAILED = "maelm_fast/failed"
-_GRACE_S = 5.0  # for a process to end by itself when another has failed, or when its line has been said
+
+
+def interval(timeout_s: float) -> float:
+    """Seconds between heartbeats."""
+    return min(max(timeout_s / 20, 0.25), 5.0)
 
 
 class Watch(threading.Thread):
     """Writes this process's heartbeat, and ends the process if another one fails, or if nothing happens in it for
     timeout_s: a thread in a collective, or in a file system that does not answer, cannot be interrupted otherwise."""
 
-    def __init__(self, rank: int, world: int, flags: Any, timeout_s: float) -> None:
-        """flags: a store of torch.distributed that no other thread uses for what may take long."""
+    def __init__(self, rank: int, world: int, flags: Any, timeout_s: float, grace_s: float = 5.0) -> None:
+        """flags: a store of torch.distributed that no other thread uses for what may take long. grace_s: for a process
+        to end by itself when another has failed, or when its line has been said."""
         super().__init__(daemon=True, name="heartbeat")
-        self.rank, self.world, self.flags, self.timeout_s = rank, world, flags, timeout_s
-        self.interval = min(max(timeout_s / 20, 0.25), 5.0)
+        self.rank, self.world, self.flags = rank, world, flags
+        self.timeout_s, self.grace_s, self.interval = timeout_s, grace_s, interval(timeout_s)
         self.directory: Path | None = None
         self._place = (0, 0, "starting", time.monotonic())  # replaced as one, since two threads use it
         self._ended, self._once = threading.Event(), threading.Lock()
@@ -83,8 +88,10 @@ class Watch(threading.Thread):
     def missing(self) -> str | None:
         """Who is dead or behind, as "rank 3: last seen at step 812, waiting for data, 95 s ago"; None if another
         process has said it meanwhile. Takes some intervals, in which those that live write their heartbeats."""
+        if self.directory is None:
+            return "another process does not answer"
         for _ in range(3):
-            if self._another_failed():
+            if self._another_failed(no_answer=True):
                 return None
             self._beat()
             time.sleep(self.interval)
@@ -124,11 +131,12 @@ class Watch(threading.Thread):
             time.sleep(0.1)
         return None
 
-    def _another_failed(self) -> bool:
+    def _another_failed(self, no_answer: bool = False) -> bool:
+        """no_answer: what it is if the store has gone, with torchrun or with the machine that had it."""
         with contextlib.suppress(Exception):
             return bool(self._first is None and self.flags.check([_FAILED]))
-        return False
+        return no_answer
 
     def _leave(self) -> None:
-        if not self._ended.wait(_GRACE_S):
+        if not self._ended.wait(self.grace_s):
             os._exit(2)

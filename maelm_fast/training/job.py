@@ -21,21 +21,31 @@ from maelm_fast.errors import UserError
 from maelm_fast.training.files import write_json, write_text
 from maelm_fast.training.hardware import choose_precision, deterministic, device_name, environment
 from maelm_fast.training.initial import Initial, adapt, load_initial
-from maelm_fast.training.optim import describe
+from maelm_fast.training.optim import describe, learning_rate
 from maelm_fast.training.parallel import processes
 from maelm_fast.training.rundir import RunDir, RunRecord, vocabulary_of
 from maelm_fast.training.trainer import Trainer, build_model
 from maelm_fast.training.verified import verify_data
 from maelm_fast.work import lock
 
+_LENGTH = ("max_steps", "cooldown_steps")
 
-def pretrain(preset: str, config: RunConfig, data: str, out: str, initial: Initial | None = None) -> RunDir:
+
+def pretrain(
+    preset: str,
+    config: RunConfig,
+    data: str,
+    out: str,
+    initial: Initial | None = None,
+    several: bool = False,
+) -> RunDir:
     """Train `config` on the token store `data` in the run directory `out`; goes on if a run of the same is there.
 
     Raises UserError, before anything is written, for what does not fit together; Stopped after SIGTERM or SIGINT, when
-    the run is saved. Called by each of the processes that torchrun started, if it did; rank 0 writes and prints."""
+    the run is saved. several: called by each of the processes that torchrun has started, if it has; rank 0 writes and
+    prints."""
     run = RunDir(out)
-    with processes(config.runtime) as group, contextlib.ExitStack() as stack:
+    with processes(config.runtime, several) as group, contextlib.ExitStack() as stack:
         train, validation = TokenStore.open(data, "train"), TokenStore.open(data, "validation")
         tokenizer = train.tokenizer()
         vocabulary = vocabulary_of(tokenizer)
@@ -113,13 +123,17 @@ def _fit_model(
 
 
 def _check_same(run: RunDir, record: RunRecord, config: RunConfig) -> None:
-    """A run may only be gone on with as it was started; runtime and metrics settings may change."""
+    """A run may only be gone on with as it was started; runtime and metrics settings may change, and its length if no
+    update that is done would have been another."""
     old_record, old = run.read_config()
     if old_record.data_fingerprint != record.data_fingerprint:
         raise UserError(f"{run.path} was started with other data ({old_record.data}); choose another --out")
     if old_record.init_from != record.init_from:
         raise UserError(f"{run.path} was started with --init-from {old_record.init_from}; choose another --out")
     before, now = to_dict(old), to_dict(config)
+    if all(_alike(old, config, update) for update in range(max(run.steps(), default=0))):
+        for field in _LENGTH:
+            before["optim"][field] = now["optim"][field]
     different = [
         f"{section}.{key}={value!r}" if section else f"{key}={value!r}"
         for section, key, value in _leaves(before)
@@ -127,6 +141,13 @@ def _check_same(run: RunDir, record: RunRecord, config: RunConfig) -> None:
     ]
     if different:
         raise UserError(f"{run.path} was started with {', '.join(different)}; use the same, or choose another --out")
+
+
+def _alike(one: RunConfig, other: RunConfig, update: int) -> bool:
+    """Whether an update has the same learning rate and share of masked tokens."""
+    return one.mask_rate(update) == other.mask_rate(update) and learning_rate(one.optim, update) == learning_rate(
+        other.optim, update
+    )
 
 
 def _leaves(config: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:

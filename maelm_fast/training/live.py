@@ -48,7 +48,7 @@ def live_ranks(
 
     Where the encoder reads [MASK] there is also rank_last_mask, of the [MASK] positions alone, and rank_last_all, of
     both together. batches: as the model trains on them (live_batches). rank_tokens: how many real tokens there were.
-    Parameters that are in parts over several processes must be whole (Processes.whole_parameters)."""
+    Parameters that are in parts over several processes must be whole (Processes.whole_model)."""
     last = model.config.num_layers
     places = [
         ("input", 0, "real"),

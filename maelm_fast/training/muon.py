@@ -18,7 +18,6 @@ from maelm_fast.training.parallel import gathered, part_like, part_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the iteration's quintic: as steep at 0 as it can be (K. Jordan's Muon)
 ITERATIONS = 5
-MOMENTUM = 0.95
 RMS = 0.2  # of an update, over its learning rate: about AdamW's (arXiv 2502.16982)
 
 
@@ -26,8 +25,9 @@ class Muon(torch.optim.AdamW):
     """Groups with `parts` are updated by Muon, with Nesterov's momentum and decoupled weight decay; others by AdamW.
 
     groups: those of Muon hold matrices of one shape, (parts * r, c), each of which is `parts` matrices (r, c) one below
-    the other, orthogonalised one by one; their learning rate is lr * lr_ratio. products: the dtype in which that is
-    done. adamw: the arguments of AdamW; its lr and weight_decay are of Muon's groups too unless they have their own.
+    the other, orthogonalised one by one; their learning rate is lr * lr_ratio, and `momentum` that of the gradients'
+    average. products: the dtype in which that is done. adamw: the arguments of AdamW; its lr and weight_decay are of
+    Muon's groups too unless they have their own.
     State of a matrix: "momentum", like it."""
 
     grad_scale: Tensor | None = None
@@ -63,15 +63,15 @@ class Muon(torch.optim.AdamW):
         momenta = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in matrices]
         here, momenta = ([part_of(tensor) for tensor in tensors] for tensors in (matrices, momenta))
         gradients = [part_of(p.grad) for p in matrices]
-        lr = group["lr"] * group["lr_ratio"]
+        lr, momentum = group["lr"] * group["lr_ratio"], group["momentum"]
         if self.grad_scale is not None:
             gradients = [gradient / self.grad_scale for gradient in gradients]
         if self.found_inf is not None:
             skip = self.found_inf > 0
             gradients = [torch.where(skip, old, new) for old, new in zip(momenta, gradients, strict=True)]
             lr = torch.where(skip, 0.0, lr)
-        torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)  # of a momentum with itself it is the same, to the bit
-        directions = torch._foreach_lerp(gradients, momenta, MOMENTUM)
+        torch._foreach_lerp_(momenta, gradients, 1 - momentum)  # of a momentum with itself it is the same, to the bit
+        directions = torch._foreach_lerp(gradients, momenta, momentum)
         whole = torch.stack([gathered(part, p) for part, p in zip(directions, matrices, strict=True)])
         number, rows, columns = whole.shape
         rows //= group["parts"]

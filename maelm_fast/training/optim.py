@@ -12,11 +12,14 @@ from maelm_fast.training.muon import Muon
 
 
 def learning_rate(config: OptimConfig, update: int) -> float:
-    """lr of an update, counting from 0: linear from 0 to the peak over warmup_steps, then linear to 0 at max_steps.
+    """lr of an update, counting from 0: linear from 0 to the peak over warmup_steps, then linear to 0 at max_steps, at
+    once or, in a trapezoid, over the last cooldown_steps.
 
     Update 0 therefore has lr 0 and the last update peak / (max_steps - warmup_steps), as in the released code."""
     if update < config.warmup_steps:
         return config.lr * update / config.warmup_steps
+    if config.cooldown_steps is not None:
+        return config.lr * min((config.max_steps - update) / config.cooldown_steps, 1.0)
     return config.lr * (config.max_steps - update) / (config.max_steps - config.warmup_steps)
 
 
@@ -45,7 +48,13 @@ def build_optimizer(model: nn.Module, config: OptimConfig, precision: str = "fp3
         return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     ratio = (config.muon_lr or config.lr) / config.lr
     muon = [
-        {"params": matrices, "parts": parts, "lr_ratio": ratio, "weight_decay": config.weight_decay}
+        {
+            "params": matrices,
+            "parts": parts,
+            "lr_ratio": ratio,
+            "momentum": config.muon_momentum,
+            "weight_decay": config.weight_decay,
+        }
         for (_, parts), matrices in hidden.items()
     ]
     products = torch.bfloat16 if precision == "bf16" else torch.float32

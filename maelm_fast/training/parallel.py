@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from maelm_fast.config import RuntimeConfig, require
 from maelm_fast.errors import UserError
 from maelm_fast.model.block import Block
+from maelm_fast.model.maelm import MaeLm
 from maelm_fast.stop import Stopped
 from maelm_fast.training.hardware import choose_device
-from maelm_fast.training.heartbeat import Watch
+from maelm_fast.training.heartbeat import Watch, interval
 
 T = TypeVar("T")
 Forward = Callable[..., tuple[Tensor, Tensor]]
@@ -82,11 +83,10 @@ class Processes:
         else. Each process makes it."""
         return self
 
-    @contextlib.contextmanager
-    def whole_parameters(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the model's parameters are whole everywhere and any of its methods may be called, by one process
-        alone too."""
-        yield
+    def whole_model(self, model: MaeLm) -> MaeLm:
+        """The model, or a copy with whole parameters where these are in parts: to be called by any process, as often as
+        it likes, without the others. Everyone makes it."""
+        return model
 
     def watch(self, directory: Path) -> None:
         """From now on keep a heartbeat in that directory, for the error that names who is missing."""
@@ -115,7 +115,8 @@ class _Several(Processes):
             torch.cuda.set_device(self.device)
             for name, value in _FLIGHT_RECORDER.items():
                 os.environ.setdefault(name, value)
-        timeout = timedelta(seconds=runtime.parallel.timeout_s)
+        ours = runtime.parallel.timeout_s
+        timeout = timedelta(seconds=ours + 4 * interval(ours))  # the watch, who knows more, speaks first
         try:
             store, self.rank, self.world = next(rendezvous("env://", timeout=timeout))
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "cpu:gloo"
@@ -125,7 +126,8 @@ class _Several(Processes):
             raise UserError(f"cannot reach the other processes: {text}; start them with torchrun") from None
         self.strategy = "ddp" if runtime.parallel.strategy == "auto" else runtime.parallel.strategy
         flags = store.clone()  # a client of its own, since the watch is a thread
-        self.watcher = Watch(self.rank, self.world, flags, runtime.parallel.timeout_s)
+        grace = 30.0 if self.device.type == "cuda" else 5.0  # in which NCCL writes what it recorded
+        self.watcher = Watch(self.rank, self.world, flags, ours, grace)
         if not self.is_main:
             logging.getLogger("maelm_fast").setLevel(logging.ERROR)  # the main one says it for all
 
@@ -191,18 +193,18 @@ class _Several(Processes):
     def beside(self) -> Processes:
         return _Beside(self)
 
-    @contextlib.contextmanager
-    def whole_parameters(self, model: nn.Module) -> Iterator[None]:
-        from torch.distributed.fsdp import FSDPModule
-
-        parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for part in parts:
-            part.unshard()
-        try:
-            yield
-        finally:
-            for part in parts:
-                part.reshard()
+    def whole_model(self, model: MaeLm) -> MaeLm:
+        """A copy under FSDP2, since it would prefetch for a backward pass what was seen in a forward pass, and hang if
+        ranks have not seen the same."""
+        if self.strategy == "ddp":
+            return model
+        with torch.device("meta"):
+            copy = MaeLm(model.config, model.mask_id)
+        copy.load_state_dict({name: whole(tensor) for name, tensor in model.state_dict().items()}, assign=True)
+        for name, buffer in model.named_buffers():
+            path, _, own = name.rpartition(".")
+            copy.get_submodule(path).register_buffer(own, buffer, persistent=False)
+        return copy
 
     def watch(self, directory: Path) -> None:
         self.from_main(lambda: self.watcher.clear(directory))
@@ -240,37 +242,41 @@ _FLIGHT_RECORDER = {
 
 
 @contextlib.contextmanager
-def processes(runtime: RuntimeConfig) -> Iterator[Processes]:
-    """Those that torchrun's environment tells of; without it, this one. Leaves them again at the end of the block.
+def processes(runtime: RuntimeConfig, several: bool = True) -> Iterator[Processes]:
+    """Those that torchrun's environment tells of; without it, or unless `several`, this one alone. Leaves them again at
+    the end of the block.
 
     A UserError in one process ends all: it is raised in the first one that has one, with its rank, and the others exit
     with status 2 and say nothing. A process that has gone, or that hangs for runtime.parallel.timeout_s, is one too."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if not several or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Processes(choose_device(runtime))
         return
-    several = _Several(runtime)
-    watcher = several.watcher
+    group = _Several(runtime)
+    watcher = group.watcher
     watcher.start()
     try:
-        yield several
-    except (Stopped, KeyboardInterrupt, SystemExit):
+        yield group
+    except Stopped:
+        watcher.end()
+        group.dist.destroy_process_group()
+        raise
+    except (KeyboardInterrupt, SystemExit):
         watcher.end()
         raise
     except UserError as error:
         if watcher.first_to_fail():
-            raise UserError(f"rank {several.rank}: {error}") from None
+            raise UserError(f"rank {group.rank}: {error}") from None
         raise SystemExit(2) from None
     except Exception as error:
-        if several.is_loss_of_others(error):
+        if group.is_loss_of_others(error):
             missing = watcher.missing()
             if missing and watcher.first_to_fail():
-                raise UserError(f"{missing} (rank {several.rank} waited for it)") from None
+                raise UserError(f"{missing} (rank {group.rank} waited for it)") from None
             raise SystemExit(2) from None
-        watcher.first_to_fail()  # no input is to blame: with its traceback
-        error.add_note(f"in rank {several.rank}")
+        watcher.first_to_fail()  # no input is to blame: with its traceback, to which PyTorch adds the rank
         raise
     watcher.end()
-    several.dist.destroy_process_group()
+    group.dist.destroy_process_group()
 
 
 def whole(tensor: Tensor) -> Tensor:

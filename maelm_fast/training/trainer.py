@@ -118,6 +118,8 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
         if path is None:
             return False
         self.progress = PretrainingProgress(**checkpoint.read_state(path))
+        if self.progress.finished == "max_steps" and self.progress.step < self.steps:
+            self.progress.finished = None  # the run is prolonged
         checkpoint.load(path, self.model, self.optimizer)
         return True
 
@@ -217,11 +219,10 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
     def measure(self) -> None:
         """The live effective ranks, into the metrics; by the main process alone."""
         self.processes.at("measuring ranks")
-        with self.processes.whole_parameters(self.model):
-            if self.processes.is_main:
-                ranks = live_ranks(self.model, self.rank_batches, self.device, self.autocast)
-                row = {"kind": "rank", "step": self.progress.step, "tokens": self.progress.tokens, **ranks}
-                self.metrics.write(row)
+        model = self.processes.whole_model(self.model)
+        if self.processes.is_main:
+            ranks = live_ranks(model, self.rank_batches, self.device, self.autocast)
+            self.metrics.write({"kind": "rank", "step": self.progress.step, "tokens": self.progress.tokens, **ranks})
         self.meter.restart()
 
     def evaluate(self) -> None:
@@ -295,16 +296,15 @@ def evaluate(
     model: MaeLm, batches: Iterator[PackedBatch], device: torch.device, autocast: Any, processes: Processes
 ) -> dict[str, float]:
     """Loss of the predicted tokens in nats, its exponential, and accuracy, over all batches of all processes."""
-    model.eval()
+    model = processes.whole_model(model).eval()
     loss, correct, predicted = torch.zeros(3, dtype=torch.float64, device=device)
-    with processes.whole_parameters(model):
-        for batch in batches:
-            processes.at("evaluating")
-            with autocast():
-                batch_loss, batch_correct = model(batch.to(device, non_blocking=True))
-            loss += batch_loss
-            correct += batch_correct
-            predicted += model.predicted_tokens(batch.counts)
+    for batch in batches:
+        processes.at("evaluating")
+        with autocast():
+            batch_loss, batch_correct = model(batch.to(device, non_blocking=True))
+        loss += batch_loss
+        correct += batch_correct
+        predicted += model.predicted_tokens(batch.counts)
     total, hits, tokens = processes.sum(torch.stack([loss, correct, predicted])).tolist()
     mean = total / max(tokens, 1)
     return {

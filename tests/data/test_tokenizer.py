@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from maelm_fast.data.tokenizer import (
     token_dtype,
     tokenizer_hash,
     train_tokenizer,
+    with_mask_in_text,
 )
 from maelm_fast.errors import UserError
 
@@ -172,3 +174,37 @@ def test_processes_give_the_same_in_order(tmp_path, uncased):
     for mine, theirs in zip(alone, together, strict=True):
         np.testing.assert_array_equal(mine[1], theirs[1])
         np.testing.assert_array_equal(mine[2], theirs[2])
+
+
+def test_with_mask_in_text_changes_nothing_without_a_mask(uncased):
+    """This project's own lines, thousands of them, whole and word by word, and where each token stands."""
+    root = Path(__file__).parents[2]
+    files = [*root.glob("maelm_fast/**/*.py"), *root.glob("docs/*.md"), *root.glob("*.md")]
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines() if "<" not in line]
+    lines = [*lines[::5], "", " ", "  two  spaces\tand", "\ttab", "\u00a0nbsp", "\u2581 \u2581x", "🙂 中文"]
+    assert len(lines) > 3000
+    changed = with_mask_in_text(uncased)
+    for before, after in zip(uncased.encode_batch(lines), changed.encode_batch(lines), strict=True):
+        assert before.ids == after.ids
+        assert before.offsets == after.offsets
+    words = [line.split() for line in lines[:300]]
+    assert [e.ids for e in uncased.encode_batch(words, is_pretokenized=True)] == [
+        e.ids for e in changed.encode_batch(words, is_pretokenized=True)
+    ]
+    assert uncased.encode("the dog", "sleeps").ids == changed.encode("the dog", "sleeps").ids
+
+
+def test_with_mask_in_text_puts_no_space_behind_a_mask(uncased):
+    mask, dog = uncased.token_to_id("<mask>"), uncased.encode("dog", add_special_tokens=False).ids
+    assert len(dog) == 1
+    for text in ("the dog.", "dog, the fox", "dog", "the dogs", "dog; dog the dog"):
+        ids = [mask if token == dog[0] else token for token in uncased.encode(text).ids]
+        assert with_mask_in_text(uncased).encode(text.replace("dog", "<mask>")).ids == ids
+        assert mask in ids
+
+
+def test_with_mask_in_text_leaves_other_tokenizers_alone():
+    tokenizer = Tokenizer(models.BPE())
+    for part in (pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Whitespace()):
+        tokenizer.pre_tokenizer = part
+        assert with_mask_in_text(tokenizer).to_str() == tokenizer.to_str()

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from maelm_fast import presets
+from maelm_fast.analysis.fill import encode, fill
 from maelm_fast.batch import layout_of
 from maelm_fast.cli import export as command
 from maelm_fast.config import ModelConfig
@@ -129,7 +130,7 @@ def test_every_ablation_exports_its_encoder(make_run: MakeRun, tmp_path: Path, f
     if format == "own":
         assert report.architecture == ("MaeLmForMaskedLM" if whole else "MaeLmModel")
         card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-        assert ("AutoModelForMaskedLM" in card) == whole
+        assert ('pipeline("fill-mask"' in card) == whole
         auto = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]
         assert ("AutoModelForMaskedLM" in auto) == whole
     assert report.differences.layers == 3
@@ -339,6 +340,20 @@ def test_fill_mask_answers_as_our_model_does(own: tuple[LoadedRun, Path]) -> Non
     assert torch.allclose(loss, torch.nn.functional.cross_entropy(logits, torch.tensor([5])))
 
 
+def test_fill_mask_reads_what_fill_reads(own: tuple[LoadedRun, Path]) -> None:
+    """Punctuation behind <mask>, too: the pipeline's answers and their probabilities are those of `maelm-fast fill`."""
+    run, path = own
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    options = {"trust_remote_code": True, "local_files_only": True}
+    model = transformers.AutoModelForMaskedLM.from_pretrained(path, **options)
+    pipeline = transformers.pipeline("fill-mask", model=model, tokenizer=tokenizer)
+    texts = ["the quick <mask>.", "<mask>, the fox", "over <mask> lazy dog"]
+    for text, (expected,) in zip(texts, fill(run, texts), strict=True):
+        assert tokenizer(text)["input_ids"] == encode(run.tokenizer, text)
+        found = [(answer["token"], pytest.approx(answer["score"], abs=1e-5)) for answer in pipeline(text)]
+        assert [(candidate.token_id, candidate.probability) for candidate in expected] == found
+
+
 def test_own_class_fine_tunes(own: tuple[LoadedRun, Path]) -> None:
     _, path = own
     options = {"trust_remote_code": True, "local_files_only": True}
@@ -364,6 +379,13 @@ def test_own_class_fine_tunes(own: tuple[LoadedRun, Path]) -> None:
     output = several(ids, right, labels=(flags := torch.tensor([[1, 0, 1], [0, 0, 1]])))
     expected = -torch.where(flags.bool(), output.logits.sigmoid(), 1 - output.logits.sigmoid()).log().mean()
     assert torch.allclose(output.loss, expected)
+
+    tagger = transformers.AutoModelForTokenClassification.from_pretrained(path, num_labels=4, **options).eval()
+    tags = torch.tensor([[0, 3, -100, 1, 2, -100], [1, 1, 0, 2, -100, -100]])
+    output = tagger(ids, right, labels=tags)
+    expected = torch.nn.functional.cross_entropy(output.logits[tags >= 0], tags[tags >= 0])
+    assert torch.allclose(output.loss, expected)
+    assert torch.allclose(tagger(left_ids, left).logits[left.bool()], output.logits[right.bool()], atol=1e-5)
 
     answering = transformers.AutoModelForQuestionAnswering.from_pretrained(path, **options).eval()
     output = answering(ids, right, start_positions=torch.tensor([1, 900]), end_positions=torch.tensor([2, 900]))

@@ -2,8 +2,8 @@
 
 python -m torch.distributed.run --nproc-per-node N tests/training/processes.py PLAN.json
 
-A plan is a list of cases: the arguments of `pretrain`, a strategy, and what is to go wrong where. Beside each run,
-RUN.seen holds every micro-batch that a process computed: [update, place in it, digest of its tensors].
+A plan is a timeout and a list of cases: the arguments of `pretrain`, a strategy, what is to go wrong where. Beside each
+run, RUN.seen holds every micro-batch that a process computed: [update, place in it, digest of its tensors].
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from maelm_fast.training import job
 from maelm_fast.training.parallel import Processes, processes
 from maelm_fast.training.trainer import MaeLm, Trainer
 from tests.training.test_run import config
-
-TIMEOUT_S = 8.0
 
 
 class Watched(contextlib.ExitStack):
@@ -99,11 +97,12 @@ def run(group: Processes, case: dict[str, Any]) -> None:
 
 
 def main(plan: str) -> int:
-    runtime = RuntimeConfig(device="cpu", parallel=ParallelConfig(timeout_s=TIMEOUT_S))
+    timeout_s, cases = json.loads(Path(plan).read_text())
+    runtime = RuntimeConfig(device="cpu", parallel=ParallelConfig(timeout_s=timeout_s))
     try:
         with processes(runtime) as group:
-            job.processes = lambda _: contextlib.nullcontext(group)  # type: ignore[assignment]  # one for all runs
-            for case in json.loads(Path(plan).read_text()):
+            job.processes = lambda *_: contextlib.nullcontext(group)  # type: ignore[assignment]  # one for all runs
+            for case in cases:
                 run(group, case)
     except UserError as error:
         print(f"error: {error}", flush=True)

@@ -47,7 +47,7 @@ def shared(store: Path, whole: Path, tmp_path_factory: pytest.TempPathFactory) -
     shutil.copytree(whole, out)
     for world, strategy, step in ((2, "ddp", 2), (3, "fsdp", 4)):
         cut(out, step)
-        together(world, lambda: pretrain("tiny", asked(strategy), str(store), str(out)))  # noqa: B023  at once
+        together(world, lambda: pretrain("tiny", asked(strategy), str(store), str(out), several=True))  # noqa: B023  at once
     return out
 
 
@@ -141,7 +141,7 @@ def test_a_full_disk_at_one_process_costs_the_save_of_all(store: Path, whole: Pa
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "sums_of", full)
-        together(2, lambda: pretrain("tiny", asked(), str(store), str(out)))
+        together(2, lambda: pretrain("tiny", asked(), str(store), str(out), several=True))
     assert RunDir(out).steps() == [2, 6, 8]
     assert not list((out / "checkpoints").glob(".*"))
     assert_near(out, whole)
@@ -206,7 +206,7 @@ def test_killed_while_a_thread_saves(world: int, store: Path, whole: Path, tmp_p
                     os.kill(os.getpid(), signal.SIGKILL)
 
             patch.setattr(checkpoint, writer, dies)
-            pretrain("tiny", asked(async_save=True), str(store), str(out))
+            pretrain("tiny", asked(async_save=True), str(store), str(out), several=True)
 
     together(world, killed, codes=(-signal.SIGKILL,) * world)
     assert RunDir(out).steps() == [2]

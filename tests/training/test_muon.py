@@ -18,7 +18,9 @@ from maelm_fast.training.muon import Muon, orthogonal
 from maelm_fast.training.optim import build_optimizer, describe
 from maelm_fast.training.step import apply_gradients
 
-OPTIM = OptimConfig(name="muon", lr=1e-2, muon_lr=3e-2, weight_decay=0.1, max_steps=10, warmup_steps=0)
+OPTIM = OptimConfig(
+    name="muon", lr=1e-2, muon_lr=3e-2, muon_momentum=0.8, weight_decay=0.1, max_steps=10, warmup_steps=0
+)
 
 
 class Layer(nn.Module):
@@ -64,8 +66,8 @@ def test_an_update_is_the_published_one() -> None:
         give_gradients(rest, update)
         for name in MATRICES:
             gradient, weight = model.get_parameter(name).grad.double(), exact[name]
-            averages[name] = 0.95 * averages[name] + 0.05 * gradient
-            direction = 0.95 * averages[name] + 0.05 * gradient
+            averages[name] = 0.8 * averages[name] + 0.2 * gradient
+            direction = 0.8 * averages[name] + 0.2 * gradient
             parts = [plain_orthogonal(part) for part in direction.chunk(3 if name == "qkv.weight" else 1)]
             size = 0.2 * max(parts[0].shape) ** 0.5
             exact[name] = weight * (1 - 3e-2 * 0.1) - 3e-2 * size * torch.cat(parts)
@@ -80,7 +82,9 @@ def test_it_is_that_of_pytorch() -> None:
     """But for PyTorch's products, which are bf16."""
     ours, theirs = nn.Linear(32, 64, bias=False), nn.Linear(32, 64, bias=False)
     theirs.load_state_dict(ours.state_dict())
-    optimizer = Muon([{"params": [ours.weight], "parts": 1, "lr_ratio": 1.0}], torch.bfloat16, lr=0.02)
+    optimizer = Muon(
+        [{"params": [ours.weight], "parts": 1, "lr_ratio": 1.0, "momentum": 0.95}], torch.bfloat16, lr=0.02
+    )
     peer = torch.optim.Muon([theirs.weight], lr=0.02, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
     start = ours.weight.detach().clone()
     for update in range(3):

@@ -697,6 +697,50 @@ def test_schedule() -> None:
     assert [learning_rate(optim, k) for k in (0, 5, 10, 60, 109)] == pytest.approx([0, 0.5, 1.0, 0.5, 0.01])
 
 
+def test_a_trapezoid() -> None:
+    optim = OptimConfig(lr=1.0, warmup_steps=10, max_steps=110, schedule="trapezoid", cooldown_steps=20)
+    assert [learning_rate(optim, k) for k in (0, 5, 10, 60, 90, 100, 109)] == pytest.approx(
+        [0, 0.5, 1, 1, 1, 0.5, 0.05]
+    )
+    assert OptimConfig(warmup_steps=0, max_steps=50, schedule="trapezoid").cooldown_steps == 25
+    with pytest.raises(UserError, match=r"cooldown_steps is set but optim\.schedule is linear"):
+        OptimConfig(cooldown_steps=5)
+    for wrong in (0, 101, 2.5):
+        with pytest.raises(UserError, match=r"optim\.cooldown_steps .* must be a whole number, at least 1 and at most"):
+            OptimConfig(warmup_steps=10, max_steps=110, schedule="trapezoid", cooldown_steps=wrong)
+
+
+def test_a_trapezoid_can_be_prolonged_and_cooled_down_early(store: Path, tmp_path: Path) -> None:
+    """Ending as if it had been asked for from the start; but not once an update would have been another."""
+
+    def run(out: str, max_steps: int, cut: int | None = None, cooldown: int = 3) -> None:
+        asked = config(optim={"max_steps": max_steps, "schedule": "trapezoid", "cooldown_steps": cooldown})
+        arguments = "tiny", asked, str(store), str(tmp_path / out)
+        pretrain(*arguments) if cut is None else pretrain_until(cut, *arguments)
+
+    run("short", 7)
+    run("resumed", 12, cut=5)  # the newest checkpoint is step 4's
+    run("resumed", 7)
+    assert_same(tmp_path / "resumed", tmp_path / "short")
+    with pytest.raises(UserError, match=r"was started with optim\.max_steps=7; use the same"):
+        run("resumed", 12)
+    run("finished", 4, cooldown=1)  # all at the peak
+    run("finished", 7)
+    mine = final_weights(tmp_path / "finished")
+    assert all(torch.equal(mine[name], value) for name, value in final_weights(tmp_path / "short").items())
+    run("long", 12)
+    run("prolonged", 7, cut=5)
+    run("prolonged", 12)
+    weights = final_weights(tmp_path / "prolonged")
+    assert all(torch.equal(weights[name], value) for name, value in final_weights(tmp_path / "long").items())
+    with pytest.raises(UserError, match=r"was started with optim\.max_steps=12; use the same"):
+        run("long", 10)
+    for step in (10, 12):
+        (tmp_path / "long" / "checkpoints" / f"step_{step}").rename(tmp_path / str(step))
+    run("long", 10)  # update 7, the last before step 8, has lr * 3 / 3
+    assert RunDir(tmp_path / "long").read_config()[1].optim.max_steps == 10
+
+
 def test_mask_rates_of_updates() -> None:
     """Equal steps of at most 0.05, as many updates each; the last of them at rate_end."""
 

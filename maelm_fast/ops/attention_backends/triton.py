@@ -50,6 +50,7 @@ def run(call: Call) -> Tensor:
         call.dropout_p,
         call.seed,
         call.place,
+        line is not None and call.bias is not None and call.bias.bounded,
     )[0]
     return out
 
@@ -106,12 +107,13 @@ def _forward(
     dropout_p: float,
     seed: Tensor | None,
     place: int,
+    bounded: bool,
 ) -> tuple[Tensor, Tensor]:
     """The result and the log of the softmax's denominator, (heads, Tq) fp32."""
     from maelm_fast.kernels.attention import attention_fwd
 
     packed = _packed(q_starts, k_starts, q_positions, k_positions, fwd_tiles, dq_tiles, dkv_tiles)
-    return attention_fwd(q, k, v, lookup, _reach(line), packed, scale, dropout_p, seed, place)
+    return attention_fwd(q, k, v, lookup, _reach(line), packed, scale, dropout_p, seed, place, bounded)
 
 
 @custom_op("attention_triton_bwd")
@@ -137,12 +139,13 @@ def _backward_op(
     dropout_p: float,
     seed: Tensor | None,
     place: int,
+    bounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and, if asked for, of the line; else that has no elements."""
     from maelm_fast.kernels.attention import attention_bwd
 
     packed = _packed(q_starts, k_starts, q_positions, k_positions, fwd_tiles, dq_tiles, dkv_tiles)
-    numbers = (scale, dropout_p, seed, place)
+    numbers = (scale, dropout_p, seed, place, bounded)
     grad_q, grad_k, grad_v, grad_line = attention_bwd(
         grad_out, grad_lse, q, k, v, out, lse, lookup, _reach(line), line_gradient, packed, *numbers
     )
@@ -171,18 +174,18 @@ def _fake_bwd(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, line, lookup, *layout, scale, dropout_p, seed, place = inputs
+    q, k, v, line, lookup, *layout, scale, dropout_p, seed, place, bounded = inputs
     ctx.save_for_backward(q, k, v, *output, line, lookup, *layout, seed)
-    ctx.numbers = (scale, dropout_p, place)
+    ctx.numbers = (scale, dropout_p, place, bounded)
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, line, lookup, *layout, seed = ctx.saved_tensors
-    scale, dropout_p, place = ctx.numbers
+    scale, dropout_p, place, bounded = ctx.numbers
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     wanted = line is not None and ctx.needs_input_grad[3]
     grad_q, grad_k, grad_v, grad_line = torch.ops.maelm_fast.attention_triton_bwd(
-        grad_out, grad_lse, q, k, v, out, lse, line, lookup, wanted, *layout, scale, dropout_p, seed, place
+        grad_out, grad_lse, q, k, v, out, lse, line, lookup, wanted, *layout, scale, dropout_p, seed, place, bounded
     )
     return grad_q, grad_k, grad_v, grad_line if wanted else None
 

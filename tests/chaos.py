@@ -1,0 +1,292 @@
+"""make chaos: a small run is killed, damaged and starved at random, and must end as if nothing had been.
+
+    python -m tests.chaos [--kills 100] [--seed 0]
+
+One process ends bit for bit as uninterrupted, with each update once in metrics.jsonl; several with the same samples,
+masks and hits, and losses within 1e-5. The last line has the counts. What a seed draws are the places, in shares of the
+time that an uninterrupted run takes; the machine decides what is hit there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import functools
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from maelm_fast.config import ParallelConfig, RunConfig
+from maelm_fast.data.prepare import PrepareConfig, prepare
+from maelm_fast.errors import UserError
+from maelm_fast.training.job import pretrain
+from maelm_fast.training.rundir import RunDir
+from maelm_fast.training.trainer import MaeLm, Trainer
+from tests.conftest import generated_text
+from tests.processes import ended, started
+from tests.training.test_run import config, rows
+
+STEPS, SAVE_EVERY = 24, 3
+NEAR = ("loss", "grad_norm", "val_loss", "val_perplexity")
+Before = Callable[[], object]
+
+
+def asked(**runtime: Any) -> RunConfig:
+    changes = {"save_every": SAVE_EVERY, "eval_every": 8, "keep_checkpoints": 3, **runtime}
+    return config(optim={"max_steps": STEPS}, runtime=changes, metrics={"rank_every": 0})
+
+
+class Chaos:
+    def __init__(self, place: Path, seed: int) -> None:
+        self.place, self.draw, self.counts = place, random.Random(seed), collections.Counter[str]()
+        self.text = place / "corpus.txt"
+        self.text.write_text(generated_text(400), encoding="utf-8")
+        self.store, self.whole = place / "store", place / "whole"
+        self.prepare_s = self.timed(lambda: self.prepare(self.store))
+        self.run_s = self.timed(lambda: self.pretrain(self.whole))
+
+    def prepare(self, out: Path) -> None:
+        options = {"vocab_size": 300, "seq_len": 32, "validation": 0.1, "workers": 1}
+        prepare(PrepareConfig(inputs=(str(self.text),), out=out, **options), log=lambda _: None)
+
+    def pretrain(self, out: Path, store: Path | None = None, **runtime: Any) -> None:
+        pretrain("tiny", asked(**runtime), str(store or self.store), str(out))
+
+    def fork(self, function: Callable[[], object], world: int = 1) -> list[Any]:
+        """In processes of their own, which say what they say into a file."""
+
+        def quietly() -> None:
+            said = os.open(self.place / "said.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(said, 1)
+            os.dup2(said, 2)
+            try:
+                function()
+            except UserError as error:
+                print(f"error: {error}", file=sys.stderr)
+                sys.exit(2)
+
+        return started(world, quietly)
+
+    def timed(self, function: Callable[[], object]) -> float:
+        begin = time.monotonic()
+        assert ended(self.fork(function)) == (0,)
+        return time.monotonic() - begin
+
+    def killed(self, function: Callable[[], object], seconds: float, kills: int, what: str) -> None:
+        """Calls it again and again until it has been killed so often, or ends; it is allowed to end in between."""
+        for _ in range(kills):
+            (child,) = self.fork(function)
+            child.join(self.draw.uniform(0.0, 1.1) * seconds)
+            if child.is_alive():
+                child.kill()
+                self.counts[what] += 1
+            code = ended([child])[0]
+            assert code in (0, -signal.SIGKILL), f"{what}: status {code}"
+            if code == 0:
+                return
+
+    def same(self, run: Path, whole: Path | None = None) -> None:
+        """Bit for bit, and each update once."""
+        whole = whole or self.whole
+        assert [row["step"] for row in rows(run) if row["kind"] == "train"] == list(range(1, STEPS + 1))
+        assert rows(run) == rows(whole)
+        for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+            assert RunDir(run).checkpoint(STEPS).joinpath(name).read_bytes() == (
+                RunDir(whole).checkpoint(STEPS).joinpath(name).read_bytes()
+            ), name
+        self.counts["runs compared bit for bit"] += 1
+
+    def near(self, run: Path) -> None:
+        for mine, theirs in zip(rows(run), rows(self.whole), strict=True):
+            for key, value in theirs.items():
+                assert abs(mine[key] - value) < 1e-5 * abs(value) if key in NEAR else mine[key] == value, (key, mine)
+        self.counts["runs of several processes compared"] += 1
+
+    # What is done to it
+
+    def kills_of_a_run(self, kills: int, number: int = 0) -> None:
+        """At any time, also while it saves, in the step or in a thread."""
+        out = self.place / f"run{number}"
+        saves = {"async_save": bool(number % 2), "save_every": self.draw.choice((1, SAVE_EVERY))}
+
+        def run() -> None:
+            self.pretrain(out, **saves)
+
+        self.killed(run, self.run_s, kills - self.counts["kills of a run"], "kills of a run")
+        assert ended(self.fork(run)) == (0,)
+        self.same(out)
+        shutil.rmtree(out)
+        if self.counts["kills of a run"] < kills:
+            self.kills_of_a_run(kills, number + 1)
+
+    def kills_of_prepare(self, kills: int) -> None:
+        expected = {path.name: path.read_bytes() for path in self.store.iterdir()}
+        out, what = self.place / "again", "kills of data prepare"
+        while self.counts[what] < kills:
+            self.killed(lambda: self.prepare(out), self.prepare_s, kills - self.counts[what], what)
+            assert ended(self.fork(lambda: self.prepare(out))) == (0,)
+            assert {path.name: path.read_bytes() for path in out.iterdir()} == expected
+            shutil.rmtree(out)
+            self.counts["stores compared byte for byte"] += 1
+
+    def damaged_checkpoint(self, cut: bool) -> None:
+        run = Path(shutil.copytree(self.whole, self.place / "damaged"))
+        shutil.rmtree(run / "checkpoints" / f"step_{STEPS}")
+        newest = run / "checkpoints" / f"step_{STEPS - SAVE_EVERY}"
+        self.damage(self.draw.choice(sorted(newest.iterdir())), cut)
+        assert ended(self.fork(lambda: self.pretrain(run))) == (0,)
+        self.same(run)
+        shutil.rmtree(run)
+        self.counts["damaged checkpoints"] += 1
+
+    def damaged_store(self, cut: bool, begun: bool) -> None:
+        """Exit code 2, at a first start and at a later one."""
+        store, run = Path(shutil.copytree(self.store, self.place / "flipped")), self.place / "refused"
+        if begun:
+            (child,) = self.fork(lambda: self.pretrain(run, store))
+            child.join(self.draw.uniform(0.3, 1.0) * self.run_s)
+            child.kill()
+            child.join()
+        self.damage(self.draw.choice(sorted(store.glob("*.arrow"))), cut)
+        assert ended(self.fork(lambda: self.pretrain(run, store))) == (2,)
+        shutil.rmtree(store)
+        shutil.rmtree(run, ignore_errors=True)
+        self.counts["damaged stores refused"] += 1
+
+    def damage(self, path: Path, cut: bool) -> None:
+        content = bytearray(path.read_bytes())
+        place = self.draw.randrange(len(content))
+        if cut:
+            content = content[:place]
+        else:
+            content[place] ^= 1 << self.draw.randrange(8)
+        path.write_bytes(content)
+
+    def under(self, what: str, change: Callable[[], contextlib.AbstractContextManager], **runtime: Any) -> Path:
+        """A run with something changed in its process, to its end."""
+        out = self.place / what.replace(" ", "_")
+
+        def changed() -> None:
+            with change():
+                self.pretrain(out, **runtime)
+
+        assert ended(self.fork(changed)) == (0,), what
+        self.counts[what] += 1
+        return out
+
+    def several(self, number: int) -> None:
+        """One of some processes is killed: the others end too, and another number of them goes on."""
+        out = self.place / f"several{number}"
+        for world, strategy in ((2, "ddp"), (3, "fsdp")):
+            asked_of = ParallelConfig(strategy=strategy, timeout_s=30.0)
+            children = self.fork(functools.partial(self.pretrain, out, parallel=asked_of), world)
+            children[0].join(self.draw.uniform(0.5, 3.0) * self.run_s)
+            victim = self.draw.choice(children)
+            if victim.is_alive():
+                victim.kill()
+                self.counts["kills of one of several"] += 1
+            ended(children)
+        assert ended(self.fork(lambda: self.pretrain(out))) == (0,)
+        self.near(out)
+
+
+@contextlib.contextmanager
+def small_files() -> Iterator[None]:
+    """No file may grow beyond 100 kB for the first half of the run: the disk is full for checkpoints."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    update = Trainer.update
+
+    def relieved(self: Trainer, *rest: Any) -> Any:
+        if self.progress.step == STEPS // 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        return update(self, *rest)
+
+    Trainer.update = relieved  # type: ignore[method-assign]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    yield
+
+
+@contextlib.contextmanager
+def jumping_clock() -> Iterator[None]:
+    """The time of day goes back and forth by years."""
+    now, draw = time.time, random.Random(0)
+    time.time = lambda: now() + draw.uniform(-1e8, 1e8)
+    yield
+
+
+@contextlib.contextmanager
+def slow_loader() -> Iterator[None]:
+    updates = Trainer.updates
+
+    def slow(self: Trainer) -> Iterator[Any]:
+        for batch in updates(self):
+            time.sleep(0.02)
+            yield batch
+
+    Trainer.updates = slow  # type: ignore[method-assign]
+    yield
+
+
+@contextlib.contextmanager
+def one_nan() -> Iterator[None]:
+    """The sixth update's loss is NaN, whenever it is computed."""
+    update, forward = Trainer.update, MaeLm.forward
+    here = [False]
+
+    def noted(self: Trainer, *rest: Any) -> Any:
+        here[0] = self.progress.step == 5
+        return update(self, *rest)
+
+    def spoilt(self: MaeLm, *rest: Any, **named: Any) -> Any:
+        loss, correct = forward(self, *rest, **named)
+        return (loss * float("nan") if here[0] and self.training else loss), correct
+
+    Trainer.update, MaeLm.forward = noted, spoilt  # type: ignore[method-assign]
+    yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as place:
+        chaos = Chaos(Path(place), options.seed)
+        try:
+            chaos.kills_of_a_run(options.kills)
+            chaos.kills_of_prepare(max(1, options.kills // 5))
+            for number in range(max(1, options.kills // 12)):
+                chaos.damaged_checkpoint(cut=bool(number % 2))
+                chaos.damaged_store(cut=bool(number % 2), begun=number % 4 < 2)
+            full = chaos.under("full disk for half a run", small_files)
+            assert min(RunDir(full).steps()) > STEPS // 2
+            for what, change in (("clock jumps", jumping_clock), ("slow loader", slow_loader)):
+                chaos.same(chaos.under(what, change))
+            nan = chaos.under("update with NaN", one_nan)
+            assert [row["skipped"] for row in rows(nan) if row["kind"] == "train"] == [0] * 5 + [1] * (STEPS - 5)
+            chaos.same(full)
+            for number in range(max(1, options.kills // 25)):
+                chaos.several(number)
+        except BaseException:
+            said = Path(place, "said.txt")
+            print("\n".join(said.read_text().splitlines()[-30:]) if said.exists() else "", file=sys.stderr)
+            raise
+    counts = ", ".join(f"{count} {what}" for what, count in chaos.counts.items())
+    print(f"chaos, seed {options.seed}: {counts}; {time.monotonic() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
