@@ -14,6 +14,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+
+import torch
 
 from benchmarks.projection import CARDS, projected
 from maelm_fast import presets
@@ -63,9 +66,14 @@ def update(model: str, card: str, gpus: int, sequences: int) -> Update:
     compute = here * 512 / fast, here * 512 / slow
     links = LINKS[card]
     link = (links.nvlink if gpus <= NODE else links.network) * links.share
-    gradients = 4 * sum(p.numel() for p in MaeLm(presets.get(model).model).to("meta").parameters())
-    sending = 2 * (gpus - 1) / gpus * gradients / link
+    sending = 2 * (gpus - 1) / gpus * 4 * parameters(model) / link
     return Update(compute, sending, min(sending, BACKWARD * micro * 512 / fast))
+
+
+@cache
+def parameters(model: str) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in MaeLm(presets.get(model).model).parameters())
 
 
 def training() -> list[list[str]]:
