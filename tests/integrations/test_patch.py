@@ -415,3 +415,19 @@ def test_add_norm_is_in_place_of_the_modules() -> None:
     with mock.patch(f"{add_norm.__module__}.add_norm", side_effect=add_norm) as called:
         ours(**batch_of("ragged"))
     assert called.call_count == 2 * 2
+
+
+def test_a_sublayer_of_somebody_else_s_keeps_its_own_forward() -> None:
+    """Its name ends as that of a sublayer does that patch() knows, but it computes something else."""
+    from transformers.models.roberta.modeling_roberta import RobertaOutput
+
+    class MyRobertaOutput(RobertaOutput):
+        def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+            return 2.0 * super().forward(hidden_states, input_tensor)
+
+    stock = model_of(config_of("roberta"), "MaskedLM")
+    stock.base_model.encoder.layer[0].output.__class__ = MyRobertaOutput
+    ours = patch(copy.deepcopy(stock))
+    batch = batch_of("ragged")
+    (expected, _), (actual, _) = step(stock, **batch), step(ours, **batch)
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=EXACT, atol=0.0, check_dtype=False)
