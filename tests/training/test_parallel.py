@@ -12,12 +12,14 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from maelm_fast import ops
 from maelm_fast.batch import PackedBatch
@@ -30,7 +32,7 @@ from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training import heartbeat
 from maelm_fast.training.heartbeat import Watch
-from maelm_fast.training.parallel import Processes, processes
+from maelm_fast.training.parallel import Processes, processes, untouched
 from maelm_fast.training.rundir import RunDir
 from maelm_fast.training.step import check_recordable
 from tests.processes import together
@@ -120,6 +122,23 @@ def test_only_who_asks_for_it_joins_other_processes(monkeypatch: pytest.MonkeyPa
     said = "cannot reach the other processes: .* RANK .*; start them with torchrun"
     with pytest.raises(UserError, match=said), processes(runtime):
         pass
+
+
+def test_a_later_start_finds_nothing_of_an_earlier_one_in_the_store() -> None:
+    """torchrun's outlives the processes that it starts again: the addresses in it are those of the dead."""
+    store = HashStore()
+    for world in (3, 3, 2, 4):
+        with ThreadPoolExecutor(world) as pool:  # rank 0 is the last to come
+            coming = [pool.submit(untouched, store, rank, world, 20.0) for rank in reversed(range(world))]
+        parts = [part.result() for part in coming]
+        assert not any(part.check(["address"]) for part in parts)
+        parts[0].set("address", "here")
+        assert all(part.check(["address"]) for part in parts)
+
+
+def test_a_process_that_does_not_start_is_named() -> None:
+    with pytest.raises(RuntimeError, match="no word from rank 1, 2 within 0 s"):
+        untouched(HashStore(), 0, 3, 0.0)
 
 
 class Flags:
