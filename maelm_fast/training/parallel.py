@@ -286,8 +286,8 @@ def untouched(store: Any, rank: int, world: int, timeout_s: float) -> Any:
     """A part of the store that only the processes of this start know; each of them calls it.
 
     torchrun keeps its store when it starts the processes again, with the addresses of those that are dead, and its
-    machines do not agree on how many starts there were. So each rank asks rank 0 by a name drawn at random: what answers
-    to that name is not from before."""
+    machines do not agree on how many starts there were (pytorch issue 135712). So each rank asks rank 0 by a name drawn
+    at random: what answers to that name is not from before."""
     from torch.distributed import PrefixStore
 
     mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s

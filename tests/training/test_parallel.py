@@ -11,9 +11,11 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -219,6 +221,19 @@ def test_one_of_them_says_it(watches: list[Watch]) -> None:
     assert not watches[0].first_to_fail()
     assert not watches[2].first_to_fail()
     assert watches[1].missing() is None
+
+
+def test_a_store_that_says_nothing_is_not_waited_for(watches: list[Watch], clock: Clock) -> None:
+    """The machine that has it stands still, and is named."""
+    thawed = threading.Event()
+    silent = SimpleNamespace(check=lambda _: thawed.wait(HANG), add=lambda *_: thawed.wait(HANG))
+    clock.sleep(1)
+    clock.living.remove(watches[0])
+    clock.sleep(20)
+    watches[1].flags, watches[1].interval = silent, 0.05  # seconds of this thread's
+    assert watches[1].missing() == "rank 0: last seen at step 7, waiting for data, 21 s ago"
+    assert watches[1].first_to_fail()
+    thawed.set()
 
 
 def written(plan: list[dict[str, Any]], directory: Path, timeout_s: float = HANG) -> str:
