@@ -34,9 +34,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.measure import append_rows, environment, quartiles
+from benchmarks.measure import append_rows, environment, quartiles, transformers_version
 from benchmarks.report_step import spread
-from benchmarks.train_step import transformers_version
 from maelm_fast import presets
 from maelm_fast.config import require
 from maelm_fast.data.corpus import embedded_corpus

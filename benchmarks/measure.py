@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from datetime import UTC, datetime
+from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,38 @@ def environment(device: str) -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,
     }
+
+
+def transformers_version() -> str | None:
+    try:
+        return metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_note(device: str) -> str | None:
+    if device == "cuda" or cpu_has_bf16():
+        return None
+    return "this CPU has no bf16 matrix instructions; fp32 is the precision to train in here, for every contestant"
+
+
+class Joules:
+    """A GPU's energy counter, where the driver can be asked for it; the time between two readings is to be seconds."""
+
+    def __init__(self, device: str) -> None:
+        self._read: Callable[[], float] | None = None
+        if device != "cuda":
+            return
+        with contextlib.suppress(Exception):  # no pynvml, no driver, no permission: there is no such figure then
+            import pynvml
+
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
+            pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+            self._read = lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000
+
+    def __call__(self) -> float | None:
+        return None if self._read is None else self._read()
 
 
 def resident_bytes(field: str) -> int:

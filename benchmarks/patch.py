@@ -36,10 +36,9 @@ from torch import Tensor, nn
 
 from benchmarks.contestants import CLIP_NORM, LR
 from benchmarks.gates import TOLERANCE
-from benchmarks.measure import Failed, append_rows, distance, environment, quartiles
+from benchmarks.measure import Failed, append_rows, cpu_note, distance, environment, quartiles, transformers_version
 from benchmarks.peers import PAD_ID, hugging_face_roberta
 from benchmarks.report_ops import PATCHED, patch_tables
-from benchmarks.train_step import cpu_note, transformers_version
 from maelm_fast import native, presets
 from maelm_fast.config import RuntimeConfig, require
 from maelm_fast.data.prepare import PrepareConfig, prepare

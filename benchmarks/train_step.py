@@ -31,10 +31,9 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,7 +54,19 @@ from benchmarks.contestants import (
     split,
 )
 from benchmarks.gates import gate
-from benchmarks.measure import Apart, alone, append_rows, environment, quartiles, reason, release, resident_bytes
+from benchmarks.measure import (
+    Apart,
+    Joules,
+    alone,
+    append_rows,
+    cpu_note,
+    environment,
+    quartiles,
+    reason,
+    release,
+    resident_bytes,
+    transformers_version,
+)
 from benchmarks.report_step import case_tables
 from benchmarks.rows import COMPILED, PHASES, Case, Row
 from benchmarks.shares import shares
@@ -63,7 +74,7 @@ from maelm_fast import native, presets
 from maelm_fast.config import MaskingConfig, RuntimeConfig, require
 from maelm_fast.errors import UserError
 from maelm_fast.model.flops import peak_flops
-from maelm_fast.training.hardware import choose_precision, cpu_has_bf16
+from maelm_fast.training.hardware import choose_precision
 
 WARMUP_TURNS = {"cpu": 0, "cuda": 1}  # after two steps: the first one's loss is reported
 PART_STEPS = {"cpu": 3, "cuda": 5}
@@ -81,25 +92,6 @@ def peak_memory_mb(name: str, settings: Settings) -> float:
     for _ in range(2):
         contestant.step()
     return (resident_bytes("VmHWM") - before) / 2**20
-
-
-class Joules:
-    """A GPU's energy counter, where the driver can be asked for it; the time between two readings is to be seconds."""
-
-    def __init__(self, device: str) -> None:
-        self._read: Callable[[], float] | None = None
-        if device != "cuda":
-            return
-        with contextlib.suppress(Exception):  # no pynvml, no driver, no permission: there is no such figure then
-            import pynvml
-
-            pynvml.nvmlInit()
-            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
-            pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-            self._read = lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000
-
-    def __call__(self) -> float | None:
-        return None if self._read is None else self._read()
 
 
 @dataclass
@@ -345,13 +337,6 @@ def is_wrong(row: dict[str, Any]) -> bool:
     )
 
 
-def transformers_version() -> str | None:
-    try:
-        return metadata.version("transformers")
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def shown(rows: Sequence[Row]) -> Iterator[str]:
     """The report's tables of these rows, and what it leaves out."""
     yield from (table.text() for table in case_tables(Case({row["model"]: row for row in rows})))
@@ -382,12 +367,6 @@ def listing(names: Sequence[str], settings: Settings) -> Iterator[str]:
             f"  {name:22} {counts.original} tokens, {counts.masked} masked, {flops / 1e12:.4f} TFLOP a step, "
             f"{flops / counts.original / 1e6:.1f} MFLOP a token"
         )
-
-
-def cpu_note(device: str) -> str | None:
-    if device == "cuda" or cpu_has_bf16():
-        return None
-    return "this CPU has no bf16 matrix instructions; fp32 is the precision to train in here, for every contestant"
 
 
 def parser_of() -> argparse.ArgumentParser:

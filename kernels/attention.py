@@ -34,6 +34,7 @@ from maelm_fast.kernels.attention_parts import (
     line_of,
     load_rows,
     near_tiles,
+    positions_of,
     sequence_of,
     store_rows,
 )
@@ -95,11 +96,11 @@ def _attention_fwd_kernel(
         begin, end = near_tiles(q_positions, first, q_length, k_positions, k_length, REACH, BLOCK_M, BLOCK_N)
     for start in range(begin if BOUNDED else 0, end if BOUNDED else k_length, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
-        there = key < k_length
+        there = tl.arange(0, BLOCK_N) < k_length - start  # as positions_of compares
         k_tile = load_rows(k, key, k_row, k_length, DIM, BLOCK_D)
         product = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_M, BLOCK_N), tl.float32), INTERPRETED)
         if REACH:
-            key_position = tl.load(k_positions + key, mask=there, other=2 * positions)
+            key_position = positions_of(k_positions + start, k_length - start, 2 * positions, BLOCK_N, INTERPRETED)
             edge = tl.where(there, tl.where(start < begin, left, right), float("-inf"))
             near = True if BOUNDED else (start >= begin) & (start < end)
             score = product * scale + bias_tile(near, row_line, key_position, edge[None, :], 1, INTERPRETED)
@@ -208,14 +209,14 @@ def _attention_dq_kernel(
             begin, end = near_tiles(q_places, first, q_length, k_places, k_length, REACH, BLOCK_M, BLOCK_N)
         for start in range(begin if BOUNDED else 0, end if BOUNDED else k_length, BLOCK_N):
             key = start + tl.arange(0, BLOCK_N)
-            there = key < k_length
+            there = tl.arange(0, BLOCK_N) < k_length - start
             k_tile = load_rows(k_tiles, key, k_row, k_length, DIM, BLOCK_D)
             v_tile = load_rows(v_tiles, key, v_row, k_length, DIM, BLOCK_D)
             zero = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             product = dot(q_tile, tl.trans(k_tile), zero, INTERPRETED)
             if REACH:
                 near = True if BOUNDED else (start >= begin) & (start < end)
-                key_position = tl.load(k_places + key, mask=there, other=2 * positions)
+                key_position = positions_of(k_places + start, k_length - start, 2 * positions, BLOCK_N, INTERPRETED)
                 edge = tl.where(there, tl.where(start < begin, left, right), float("-inf"))
                 score = product * scale + bias_tile(near, row_line, key_position, edge[None, :], 1, INTERPRETED)
             else:
