@@ -46,7 +46,6 @@ LIMIT = 100.0
 TIMEOUT = 30.0
 """runtime.parallel.timeout_s of the runs of several processes."""
 NEAR = ("loss", "grad_norm", "val_loss", "val_perplexity")
-Before = Callable[[], object]
 
 
 def asked(**runtime: Any) -> RunConfig:

@@ -288,7 +288,7 @@ def untouched(store: Any, rank: int, world: int, timeout_s: float) -> Any:
     torchrun keeps its store when it starts the processes again, with the addresses of those that are dead, and its
     machines do not agree on how many starts there were (pytorch issue 135712). So each rank asks rank 0 by a name drawn
     at random: what answers to that name is not from before."""
-    from torch.distributed import PrefixStore
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
     if rank:
