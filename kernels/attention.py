@@ -16,6 +16,7 @@ Shapes: M query rows and N key rows of a tile, D head dim (padded to BLOCK_D), R
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ from maelm_fast.kernels.attention_parts import (
     line_of,
     load_rows,
     near_tiles,
+    positions_of,
     sequence_of,
     store_rows,
 )
@@ -95,11 +97,11 @@ def _attention_fwd_kernel(
         begin, end = near_tiles(q_positions, first, q_length, k_positions, k_length, REACH, BLOCK_M, BLOCK_N)
     for start in range(begin if BOUNDED else 0, end if BOUNDED else k_length, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
-        there = key < k_length
+        there = tl.arange(0, BLOCK_N) < k_length - start  # as positions_of compares
         k_tile = load_rows(k, key, k_row, k_length, DIM, BLOCK_D)
         product = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_M, BLOCK_N), tl.float32), INTERPRETED)
         if REACH:
-            key_position = tl.load(k_positions + key, mask=there, other=2 * positions)
+            key_position = positions_of(k_positions + start, k_length - start, 2 * positions, BLOCK_N, INTERPRETED)
             edge = tl.where(there, tl.where(start < begin, left, right), float("-inf"))
             near = True if BOUNDED else (start >= begin) & (start < end)
             score = product * scale + bias_tile(near, row_line, key_position, edge[None, :], 1, INTERPRETED)
@@ -136,7 +138,7 @@ def _attention_dq_kernel(
     v,  # (Tk, H, D)
     out,  # (Tq, H, D), contiguous
     lse,  # (H, Tq) fp32
-    grad_q,  # (Tq, H, D), contiguous
+    grad_q,  # (Tq, H, D)
     delta,  # (H, Tq) fp32: row sums of grad_out * out, less grad_lse, for the other kernel
     band,  # (H, programs, M, 2R+1) fp32, zeros; None without the line's gradient
     tiles,  # (tiles, 2) int32: sequence, first query row within it
@@ -154,6 +156,7 @@ def _attention_dq_kernel(
     k_head,
     v_row,
     v_head,
+    grad_row,  # of grad_q: elements from row to row; from head to head D
     scale,  # of the scores, times log2(e)
     place,
     threshold,
@@ -208,14 +211,14 @@ def _attention_dq_kernel(
             begin, end = near_tiles(q_places, first, q_length, k_places, k_length, REACH, BLOCK_M, BLOCK_N)
         for start in range(begin if BOUNDED else 0, end if BOUNDED else k_length, BLOCK_N):
             key = start + tl.arange(0, BLOCK_N)
-            there = key < k_length
+            there = tl.arange(0, BLOCK_N) < k_length - start
             k_tile = load_rows(k_tiles, key, k_row, k_length, DIM, BLOCK_D)
             v_tile = load_rows(v_tiles, key, v_row, k_length, DIM, BLOCK_D)
             zero = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             product = dot(q_tile, tl.trans(k_tile), zero, INTERPRETED)
             if REACH:
                 near = True if BOUNDED else (start >= begin) & (start < end)
-                key_position = tl.load(k_places + key, mask=there, other=2 * positions)
+                key_position = positions_of(k_places + start, k_length - start, 2 * positions, BLOCK_N, INTERPRETED)
                 edge = tl.where(there, tl.where(start < begin, left, right), float("-inf"))
                 score = product * scale + bias_tile(near, row_line, key_position, edge[None, :], 1, INTERPRETED)
             else:
@@ -237,7 +240,8 @@ def _attention_dq_kernel(
                 else:
                     left_sum += tl.where(start < begin, side, 0.0)
             acc = dot(gradient.to(k_tile.dtype), k_tile, acc, INTERPRETED)
-        store_rows(grad_q + at, acc * (scale * LN2), row, heads * DIM, q_length, DIM, BLOCK_D)
+        grad_tiles = grad_q + q_start.to(tl.int64) * grad_row + head * DIM
+        store_rows(grad_tiles, acc * (scale * LN2), row, grad_row, q_length, DIM, BLOCK_D)
         if LINE_GRADIENT:
             tl.debug_barrier()  # the next tile adds to cells that other threads wrote
     if LINE_GRADIENT:  # the right end's gradient is what is missing from the sum: attention_bwd adds it
@@ -253,8 +257,8 @@ def _attention_dkv_kernel(
     v,
     lse,  # (H, Tq) fp32
     delta,  # (H, Tq) fp32
-    grad_k,  # (Tk, H, D), contiguous
-    grad_v,  # (Tk, H, D), contiguous
+    grad_k,  # (Tk, H, D)
+    grad_v,  # (Tk, H, D)
     tiles,  # (tiles, 2) int32: sequence, first key row within it
     q_starts,
     k_starts,
@@ -269,6 +273,7 @@ def _attention_dkv_kernel(
     k_head,
     v_row,
     v_head,
+    grad_row,  # of grad_k and grad_v: elements from row to row; from head to head D
     scale,
     place,
     threshold,
@@ -330,9 +335,9 @@ def _attention_dkv_kernel(
         v_acc = dot(kept.to(grad_tile.dtype), grad_tile, v_acc, INTERPRETED)
         gradient = weight * (weight_gradient - row_delta[None, :])
         k_acc = dot(gradient.to(q_tile.dtype), q_tile, k_acc, INTERPRETED)
-    at = (k_start.to(tl.int64) * heads + head) * DIM
-    store_rows(grad_k + at, k_acc * (scale * LN2), key, heads * DIM, k_length, DIM, BLOCK_D)
-    store_rows(grad_v + at, v_acc * (keep_scale if DROPOUT else 1.0), key, heads * DIM, k_length, DIM, BLOCK_D)
+    at = k_start.to(tl.int64) * grad_row + head * DIM
+    store_rows(grad_k + at, k_acc * (scale * LN2), key, grad_row, k_length, DIM, BLOCK_D)
+    store_rows(grad_v + at, v_acc * (keep_scale if DROPOUT else 1.0), key, grad_row, k_length, DIM, BLOCK_D)
 
 
 @dataclass(frozen=True)
@@ -398,19 +403,22 @@ def attention_bwd(
     seed: Tensor | None,
     place: int,
     bounded: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(grad_q, grad_k, grad_v, grad_line): the last (H, 2R+1) fp32 by distance from -R to R, whose ends hold all that
-    lies beyond too; None unless asked for. The same in every run on a device of the same size."""
+    *,
+    gradients: Sequence[Tensor],
+) -> Tensor | None:
+    """Writes gradients of q, k and v into `gradients`, whose heads lie side by side; k's and v's with equal strides.
+    Returns the line's: (H, 2R+1) fp32 by distance from -R to R, whose ends hold all that lies beyond too; None unless
+    asked for. The same in every run on a device of the same size."""
     q, k, v = (by_rows(t) for t in (q, k, v))
     grad_out, out = grad_out.contiguous(), out.contiguous()
     grad_lse = grad_lse.contiguous() if grad_lse is not None else None
     tokens, heads, dim = q.shape
-    grad_q, grad_k, grad_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    grad_q, grad_k, grad_v = gradients
     delta = torch.empty((heads, tokens), dtype=torch.float32, device=q.device)
     tiles, dropout, on_cpu = attention_tiles.tiles_for(q.device, dim), dropout_p > 0, q.device.type != "cuda"
     q_tiles, k_tiles = packed.dq_tiles.shape[0], packed.dkv_tiles.shape[0]
     layout = (packed.q_starts, packed.k_starts, packed.q_positions, packed.k_positions, line, seed if dropout else None)
-    numbers = (*_strides(q, k, v), scale * LOG2E.value, place, *dropout_numbers(dropout_p), _positions(line))
+    strides, numbers = _strides(q, k, v), (scale * LOG2E.value, place, *dropout_numbers(dropout_p), _positions(line))
     programs = _programs(q.device, q_tiles, heads, tiles) if line_gradient else q_tiles
     band = None
     if line_gradient:
@@ -420,14 +428,25 @@ def attention_bwd(
             launch = _launch("dq", tiles.dq, dim, reach, bounded, dropout, on_cpu) | {"LINE_GRADIENT": line_gradient}
             inputs, results = (grad_out, grad_lse, q, k, v, out, lse), (grad_q, delta, band)
             _attention_dq_kernel[(programs, heads)](
-                *inputs, *results, packed.dq_tiles, *layout, tokens, q_tiles, *numbers, **launch
+                *inputs,
+                *results,
+                packed.dq_tiles,
+                *layout,
+                tokens,
+                q_tiles,
+                *strides,
+                grad_q.stride(0),
+                *numbers,
+                **launch,
             )
         if k_tiles:
             launch = _launch("dkv", tiles.dkv, dim, reach, bounded, dropout, on_cpu)
             _attention_dkv_kernel[(k_tiles, heads)](
-                grad_out, q, k, v, lse, delta, grad_k, grad_v, packed.dkv_tiles, *layout, tokens, *numbers, **launch
+                *(grad_out, q, k, v, lse, delta, grad_k, grad_v, packed.dkv_tiles, *layout),
+                *(tokens, *strides, grad_k.stride(0), *numbers),
+                **launch,
             )
-    return grad_q, grad_k, grad_v, _line_gradient(band) if band is not None else None
+    return _line_gradient(band) if band is not None else None
 
 
 def _line_gradient(band: Tensor) -> Tensor:

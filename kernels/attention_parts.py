@@ -36,6 +36,20 @@ def gather(row, column, SIGN: tl.constexpr, INTERPRETED: tl.constexpr):
     return tl.inline_asm_elementwise(load, "=f,l,r", [base, column[None, :]], dtype=tl.float32, is_pure=True, pack=1)
 
 
+@triton.jit
+def positions_of(base, length, absent, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """(ROWS,) int32 from `base` on, which nothing writes; `absent` from `length` on.
+
+    In assembly as gather is: Triton 3.6 would have every thread copy each of the positions that it uses into shared
+    memory by itself, 16 copies a tile with a predicate each."""
+    row = tl.arange(0, ROWS)
+    if INTERPRETED:
+        return tl.load(base + row, mask=row < length, other=absent)
+    load: tl.constexpr = "{ .reg .pred p; setp.lt.s32 p, $2, $3; mov.b32 $0, $4; @p ld.global.nc.b32 $0, [$1]; }"
+    operands = [(base + row).to(tl.int64), row, row * 0 + length, row * 0 + absent]
+    return tl.inline_asm_elementwise(load, "=&r,l,r,r,r", operands, dtype=tl.int32, is_pure=True, pack=1)
+
+
 def _add_assembly(count: int) -> str:
     """For `count` elements: operands 0.. are unused results, then base addresses, columns, cells, limits and values."""
     base, column, cell, limit, value = (count * i for i in range(1, 6))

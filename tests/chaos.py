@@ -3,8 +3,9 @@
     python -m tests.chaos [--kills 100] [--seed 0]
 
 One process ends bit for bit as uninterrupted, with each update once in metrics.jsonl; several with the same samples,
-masks and hits, and losses within 1e-5. The last line has the counts. What a seed draws are the places, in shares of the
-time that an uninterrupted run takes; the machine decides what is hit there.
+masks and hits, and losses within 1e-5. What a seed draws are the places, in shares of the time that an uninterrupted
+run takes; the machine decides what is hit there. The last line has the counts, also of one that fails or that takes
+longer than `--minutes`: exit status 1 then.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import collections
 import contextlib
 import functools
+import multiprocessing
 import os
 import random
 import resource
@@ -21,6 +23,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,8 +41,11 @@ from tests.processes import ended, started
 from tests.training.test_run import config, rows
 
 STEPS, SAVE_EVERY = 24, 3
+LIMIT = 100.0
+"""Seconds in which whatever is waited for must have ended."""
+TIMEOUT = 30.0
+"""runtime.parallel.timeout_s of the runs of several processes."""
 NEAR = ("loss", "grad_norm", "val_loss", "val_perplexity")
-Before = Callable[[], object]
 
 
 def asked(**runtime: Any) -> RunConfig:
@@ -50,9 +56,12 @@ def asked(**runtime: Any) -> RunConfig:
 class Chaos:
     def __init__(self, place: Path, seed: int) -> None:
         self.place, self.draw, self.counts = place, random.Random(seed), collections.Counter[str]()
-        self.text = place / "corpus.txt"
+        self.text, self.said = place / "corpus.txt", place / "said.txt"
         self.text.write_text(generated_text(400), encoding="utf-8")
         self.store, self.whole = place / "store", place / "whole"
+
+    def begin(self) -> None:
+        """What all else is compared with."""
         self.prepare_s = self.timed(lambda: self.prepare(self.store))
         self.run_s = self.timed(lambda: self.pretrain(self.whole))
 
@@ -61,13 +70,13 @@ class Chaos:
         prepare(PrepareConfig(inputs=(str(self.text),), out=out, **options), log=lambda _: None)
 
     def pretrain(self, out: Path, store: Path | None = None, **runtime: Any) -> None:
-        pretrain("tiny", asked(**runtime), str(store or self.store), str(out))
+        pretrain("tiny", asked(**runtime), str(store or self.store), str(out), several=True)
 
     def fork(self, function: Callable[[], object], world: int = 1) -> list[Any]:
         """In processes of their own, which say what they say into a file."""
 
         def quietly() -> None:
-            said = os.open(self.place / "said.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            said = os.open(self.said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(said, 1)
             os.dup2(said, 2)
             try:
@@ -78,9 +87,12 @@ class Chaos:
 
         return started(world, quietly)
 
+    def end(self, children: list[Any]) -> tuple[int | None, ...]:
+        return ended(children, LIMIT)
+
     def timed(self, function: Callable[[], object]) -> float:
         begin = time.monotonic()
-        assert ended(self.fork(function)) == (0,)
+        assert self.end(self.fork(function)) == (0,)
         return time.monotonic() - begin
 
     def killed(self, function: Callable[[], object], seconds: float, kills: int, what: str) -> None:
@@ -91,7 +103,7 @@ class Chaos:
             if child.is_alive():
                 child.kill()
                 self.counts[what] += 1
-            code = ended([child])[0]
+            code = self.end([child])[0]
             assert code in (0, -signal.SIGKILL), f"{what}: status {code}"
             if code == 0:
                 return
@@ -124,7 +136,7 @@ class Chaos:
             self.pretrain(out, **saves)
 
         self.killed(run, self.run_s, kills - self.counts["kills of a run"], "kills of a run")
-        assert ended(self.fork(run)) == (0,)
+        assert self.end(self.fork(run)) == (0,)
         self.same(out)
         shutil.rmtree(out)
         if self.counts["kills of a run"] < kills:
@@ -135,7 +147,7 @@ class Chaos:
         out, what = self.place / "again", "kills of data prepare"
         while self.counts[what] < kills:
             self.killed(lambda: self.prepare(out), self.prepare_s, kills - self.counts[what], what)
-            assert ended(self.fork(lambda: self.prepare(out))) == (0,)
+            assert self.end(self.fork(lambda: self.prepare(out))) == (0,)
             assert {path.name: path.read_bytes() for path in out.iterdir()} == expected
             shutil.rmtree(out)
             self.counts["stores compared byte for byte"] += 1
@@ -145,7 +157,7 @@ class Chaos:
         shutil.rmtree(run / "checkpoints" / f"step_{STEPS}")
         newest = run / "checkpoints" / f"step_{STEPS - SAVE_EVERY}"
         self.damage(self.draw.choice(sorted(newest.iterdir())), cut)
-        assert ended(self.fork(lambda: self.pretrain(run))) == (0,)
+        assert self.end(self.fork(lambda: self.pretrain(run))) == (0,)
         self.same(run)
         shutil.rmtree(run)
         self.counts["damaged checkpoints"] += 1
@@ -159,7 +171,7 @@ class Chaos:
             child.kill()
             child.join()
         self.damage(self.draw.choice(sorted(store.glob("*.arrow"))), cut)
-        assert ended(self.fork(lambda: self.pretrain(run, store))) == (2,)
+        assert self.end(self.fork(lambda: self.pretrain(run, store))) == (2,)
         shutil.rmtree(store)
         shutil.rmtree(run, ignore_errors=True)
         self.counts["damaged stores refused"] += 1
@@ -181,23 +193,37 @@ class Chaos:
             with change():
                 self.pretrain(out, **runtime)
 
-        assert ended(self.fork(changed)) == (0,), what
+        assert self.end(self.fork(changed)) == (0,), what
         self.counts[what] += 1
         return out
 
     def several(self, number: int) -> None:
-        """One of some processes is killed: the others end too, and another number of them goes on."""
+        """One of some processes is killed, or stands still: the others end too, and another number of them goes on."""
         out = self.place / f"several{number}"
         for world, strategy in ((2, "ddp"), (3, "fsdp")):
-            asked_of = ParallelConfig(strategy=strategy, timeout_s=30.0)
+            asked_of = ParallelConfig(strategy=strategy, timeout_s=TIMEOUT)
+            before = self.said.stat().st_size
             children = self.fork(functools.partial(self.pretrain, out, parallel=asked_of), world)
             children[0].join(self.draw.uniform(0.5, 3.0) * self.run_s)
-            victim = self.draw.choice(children)
-            if victim.is_alive():
-                victim.kill()
-                self.counts["kills of one of several"] += 1
-            ended(children)
-        assert ended(self.fork(lambda: self.pretrain(out))) == (0,)
+            rank, stands = self.draw.randrange(world), self.draw.random() < 0.5
+            victim, others = children[rank], [child for child in children if child is not children[rank]]
+            hit = victim.is_alive()
+            if hit:
+                os.kill(victim.pid, signal.SIGSTOP if stands else signal.SIGKILL)
+            begin = time.monotonic()
+            codes = self.end(others)
+            seconds, said = time.monotonic() - begin, self.said.read_bytes()[before:].decode(errors="replace")
+            victim.kill()
+            victim.join()
+            what = f"rank {rank} of {world} ({strategy}) {'stands still' if stands else 'was killed'}"
+            assert set(codes) <= {0, 2}, f"{what}: the others ended with {codes}"
+            if hit:
+                self.counts[f"{'stops' if stands else 'kills'} of one of several"] += 1
+                assert seconds < TIMEOUT + 30, f"{what}: the others ended {seconds:.0f} s later"
+            if hit and stands and 2 in codes:
+                assert f"error: rank {rank}: " in said, f"{what}: it is not named"
+                self.counts["named"] += 1
+        assert self.end(self.fork(lambda: self.pretrain(out))) == (0,)
         self.near(out)
 
 
@@ -256,37 +282,56 @@ def one_nan() -> Iterator[None]:
     yield
 
 
-def main() -> None:
+def everything(chaos: Chaos, kills: int) -> None:
+    chaos.kills_of_a_run(kills)
+    chaos.kills_of_prepare(max(1, kills // 5))
+    for number in range(max(1, kills // 12)):
+        chaos.damaged_checkpoint(cut=bool(number % 2))
+        chaos.damaged_store(cut=bool(number % 2), begun=number % 4 < 2)
+    full = chaos.under("full disk for half a run", small_files)
+    assert min(RunDir(full).steps()) > STEPS // 2
+    chaos.same(full)
+    for what, change in (("clock jumps", jumping_clock), ("slow loader", slow_loader)):
+        chaos.same(chaos.under(what, change))
+    nan = chaos.under("update with NaN", one_nan)
+    assert [row["skipped"] for row in rows(nan) if row["kind"] == "train"] == [0] * 5 + [1] * (STEPS - 5)
+    for number in range(max(1, kills // 25)):
+        chaos.several(number)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=30.0, help="in which all of it must be done (default: 30)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="chaos-") as place:
+    begin, failed = time.monotonic(), ""
+
+    def too_long(*_: object) -> None:
+        raise AssertionError(f"not done within {options.minutes:g} minutes")
+
+    signal.signal(signal.SIGALRM, too_long)  # forks do not inherit the alarm
+    signal.setitimer(signal.ITIMER_REAL, 60 * options.minutes)
+    with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as place:
         chaos = Chaos(Path(place), options.seed)
         try:
-            chaos.kills_of_a_run(options.kills)
-            chaos.kills_of_prepare(max(1, options.kills // 5))
-            for number in range(max(1, options.kills // 12)):
-                chaos.damaged_checkpoint(cut=bool(number % 2))
-                chaos.damaged_store(cut=bool(number % 2), begun=number % 4 < 2)
-            full = chaos.under("full disk for half a run", small_files)
-            assert min(RunDir(full).steps()) > STEPS // 2
-            for what, change in (("clock jumps", jumping_clock), ("slow loader", slow_loader)):
-                chaos.same(chaos.under(what, change))
-            nan = chaos.under("update with NaN", one_nan)
-            assert [row["skipped"] for row in rows(nan) if row["kind"] == "train"] == [0] * 5 + [1] * (STEPS - 5)
-            chaos.same(full)
-            for number in range(max(1, options.kills // 25)):
-                chaos.several(number)
-        except BaseException:
-            said = Path(place, "said.txt")
-            print("\n".join(said.read_text().splitlines()[-30:]) if said.exists() else "", file=sys.stderr)
-            raise
-    counts = ", ".join(f"{count} {what}" for what, count in chaos.counts.items())
-    print(f"chaos, seed {options.seed}: {counts}; {time.monotonic() - begin:.0f} s")
+            chaos.begin()
+            everything(chaos, options.kills)
+        except Exception:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if chaos.said.exists():
+                print("\n".join(chaos.said.read_text(errors="replace").splitlines()[-60:]), file=sys.stderr)
+            traceback.print_exc()
+            failed = "FAILED after "
+        finally:
+            for child in multiprocessing.active_children():
+                child.kill()
+                child.join()
+    counts = ", ".join(f"{count} {what}" for what, count in chaos.counts.items()) or "nothing"
+    print(f"chaos, seed {options.seed}: {failed}{counts}; {time.monotonic() - begin:.0f} s", flush=True)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

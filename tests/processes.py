@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 
@@ -29,14 +30,15 @@ def together(world: int, function: Callable[[], object], codes: tuple[int, ...] 
     assert ended(started(world, function)) == (codes or (0,) * world)
 
 
-def ended(children: list[multiprocessing.process.BaseProcess]) -> tuple[int | None, ...]:
-    """Their exit codes, when they have ended by themselves."""
+def ended(children: list[multiprocessing.process.BaseProcess], limit: float = HANG) -> tuple[int | None, ...]:
+    """Their exit codes, when they have ended by themselves, together within so many seconds."""
+    deadline = time.monotonic() + limit
     for child in children:
-        child.join(HANG)
-    alive = [child for child in children if child.is_alive()]
-    for child in alive:
-        child.kill()
-    assert not alive
+        child.join(max(0.0, deadline - time.monotonic()))
+    alive = [rank for rank, child in enumerate(children) if child.is_alive()]
+    for rank in alive:
+        children[rank].kill()
+    assert not alive, f"rank {', '.join(map(str, alive))} of {len(children)} has not ended within {limit:.0f} s"
     return tuple(child.exitcode for child in children)
 
 

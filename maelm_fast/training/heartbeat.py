@@ -14,6 +14,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +79,8 @@ class Watch(threading.Thread):
         """Whether this is the first process with an error, so that it is to say it. Once; afterwards no."""
         with self._once:
             if self._first is None:
-                with contextlib.suppress(Exception):  # the store may have gone with its machine
-                    self._first = self.flags.add(_FAILED, 1) == 1
-                    return self._first
-                self._first = True
-                return True
+                self._first = self._ask(lambda: self.flags.add(_FAILED, 1) == 1) is not False
+                return self._first
             return False
 
     def missing(self) -> str | None:
@@ -133,9 +131,24 @@ class Watch(threading.Thread):
 
     def _another_failed(self, no_answer: bool = False) -> bool:
         """no_answer: what it is if the store has gone, with torchrun or with the machine that had it."""
-        with contextlib.suppress(Exception):
-            return bool(self._first is None and self.flags.check([_FAILED]))
-        return no_answer
+        answer = self._first is None and self._ask(lambda: self.flags.check([_FAILED]))
+        return no_answer if answer is None else answer is True
+
+    def _ask(self, question: Callable[[], bool]) -> bool | str | None:
+        """What the store answers; None if it has gone, and "silent" if it says nothing for an interval: its machine
+        may stand still, and would be waited for without end."""
+        answers: list[bool | None] = []
+
+        def ask() -> None:
+            try:
+                answers.append(question())
+            except Exception:
+                answers.append(None)
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(self.interval)
+        return answers[0] if answers else "silent"
 
     def _leave(self) -> None:
         if not self._ended.wait(self.grace_s):

@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -119,6 +121,7 @@ class _Several(Processes):
         timeout = timedelta(seconds=ours + 4 * interval(ours))  # the watch, who knows more, speaks first
         try:
             store, self.rank, self.world = next(rendezvous("env://", timeout=timeout))
+            store = untouched(store, self.rank, self.world, timeout.total_seconds())
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "cpu:gloo"
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world, timeout=timeout)
         except (ValueError, RuntimeError) as error:
@@ -277,6 +280,32 @@ def processes(runtime: RuntimeConfig, several: bool = True) -> Iterator[Processe
         raise
     watcher.end()
     group.dist.destroy_process_group()
+
+
+def untouched(store: Any, rank: int, world: int, timeout_s: float) -> Any:
+    """A part of the store that only the processes of this start know; each of them calls it.
+
+    torchrun keeps its store when it starts the processes again, with the addresses of those that are dead, and its
+    machines do not agree on how many starts there were (pytorch issue 135712). So each rank asks rank 0 by a name drawn
+    at random: what answers to that name is not from before."""
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    if rank:
+        store.set(f"maelm_fast/asks/{rank}", mine)
+        place = store.get(f"maelm_fast/answer/{mine}").decode()
+        store.set(f"{place}/has/{rank}", "")
+        return PrefixStore(place, store)
+    place, missing = f"maelm_fast/start/{mine}", list(range(1, world))
+    while missing:
+        for other in missing:
+            if store.check([f"maelm_fast/asks/{other}"]):  # perhaps a dead one's: again, until the answer has come
+                store.set(f"maelm_fast/answer/{store.get(f'maelm_fast/asks/{other}').decode()}", place)
+        missing = [other for other in missing if not store.check([f"{place}/has/{other}"])]
+        if missing and time.monotonic() > deadline:
+            raise RuntimeError(f"no word from rank {', '.join(map(str, missing))} within {timeout_s:.0f} s")
+        time.sleep(0.01)
+    return PrefixStore(place, store)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -290,10 +290,20 @@ def test_every_barrier_of_attention_is_missed(name: str, harmless: int, broken: 
         ("dq", BARRIER, "", "with no barrier between"),
         ("dq", r"setp\.lt\.u32 p(\d), (%r\d+), (%r\d+);", r"setp.lt.u32 p\1, \3, \2;", ""),
         ("dkv", r"mad\.wide\.s32 a, (%r\d+), -4,", r"mad.wide.s32 a, \1, 4,", ""),
+        ("fwd", r"setp\.lt\.s32 p(\d*),", r"setp.le.s32 p\1,", "outside of every tensor"),
+        ("dq", r"@p ld\.global\.nc\.b32", "ld.global.nc.b32", "outside of every tensor"),
         ("fwd", r"cp\.async\.wait_group\s+0;", "cp.async.wait_group 1;", "an asynchronous copy is on the way"),
         ("fwd", r"(mma\S+ \{[^}]*\}, \{[^}]*\}, \{) (\S+), (\S+) \}", r"\1 \3, \2 }", "wrong numbers"),
     ],
-    ids=["barrier", "operands of assembly", "sign in assembly", "wait", "operands of a product"],
+    ids=[
+        "barrier",
+        "operands of assembly",
+        "sign in assembly",
+        "an absent key's position",
+        "a read without a predicate",
+        "wait",
+        "operands of a product",
+    ],
 )
 def test_attention_broken(name: str, pattern: str, by: str, notices: str, broken: Callable[..., str]) -> None:
     fault = broken(kernel("attention", f"attention_{name}"), replaced(pattern, by), functools.partial(attend, 32))

@@ -11,13 +11,17 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from maelm_fast import ops
 from maelm_fast.batch import PackedBatch
@@ -30,7 +34,7 @@ from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training import heartbeat
 from maelm_fast.training.heartbeat import Watch
-from maelm_fast.training.parallel import Processes, processes
+from maelm_fast.training.parallel import Processes, processes, untouched
 from maelm_fast.training.rundir import RunDir
 from maelm_fast.training.step import check_recordable
 from tests.processes import together
@@ -122,6 +126,23 @@ def test_only_who_asks_for_it_joins_other_processes(monkeypatch: pytest.MonkeyPa
         pass
 
 
+def test_a_later_start_finds_nothing_of_an_earlier_one_in_the_store() -> None:
+    """torchrun's outlives the processes that it starts again: the addresses in it are those of the dead."""
+    store = HashStore()
+    for world in (3, 3, 2, 4):
+        with ThreadPoolExecutor(world) as pool:  # rank 0 is the last to come
+            coming = [pool.submit(untouched, store, rank, world, 20.0) for rank in reversed(range(world))]
+        parts = [part.result() for part in coming]
+        assert not any(part.check(["address"]) for part in parts)
+        parts[0].set("address", "here")
+        assert all(part.check(["address"]) for part in parts)
+
+
+def test_a_process_that_does_not_start_is_named() -> None:
+    with pytest.raises(RuntimeError, match="no word from rank 1, 2 within 0 s"):
+        untouched(HashStore(), 0, 3, 0.0)
+
+
 class Flags:
     """In the place of torchrun's store."""
 
@@ -200,6 +221,19 @@ def test_one_of_them_says_it(watches: list[Watch]) -> None:
     assert not watches[0].first_to_fail()
     assert not watches[2].first_to_fail()
     assert watches[1].missing() is None
+
+
+def test_a_store_that_says_nothing_is_not_waited_for(watches: list[Watch], clock: Clock) -> None:
+    """The machine that has it stands still, and is named."""
+    thawed = threading.Event()
+    silent = SimpleNamespace(check=lambda _: thawed.wait(HANG), add=lambda *_: thawed.wait(HANG))
+    clock.sleep(1)
+    clock.living.remove(watches[0])
+    clock.sleep(20)
+    watches[1].flags, watches[1].interval = silent, 0.05  # seconds of this thread's
+    assert watches[1].missing() == "rank 0: last seen at step 7, waiting for data, 21 s ago"
+    assert watches[1].first_to_fail()
+    thawed.set()
 
 
 def written(plan: list[dict[str, Any]], directory: Path, timeout_s: float = HANG) -> str:
