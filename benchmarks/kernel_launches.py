@@ -122,7 +122,9 @@ def attention(kernels: Any) -> Calls:
             packed = kernels.Packed(int32(3), int32(3), int32(ROWS), int32(ROWS), *(int32(9, 2) for _ in range(3)))
             numbers = (dim**-0.5, p, empty(dtype=torch.int64), 3)
             out, lse = kernels.attention_fwd(q, k, v, line, reach, packed, *numbers)
-            kernels.attention_bwd(out, None, q, k, v, out, lse, line, reach, biased, packed, *numbers)
+            gradients = empty(ROWS, 3, HEADS, dim, dtype=dtype).unbind(1)
+            inputs = (out, None, q, k, v, out, lse, line, reach, biased, packed)
+            kernels.attention_bwd(*inputs, *numbers, gradients=gradients)
 
 
 OPS: dict[str, Callable[[Any], Calls]] = {

@@ -100,8 +100,8 @@ OF_COPY = Share(0.75, "design goal for row kernels; apex's LayerNorm reached 75-
 # Instructions a score of kernels/attention.py, by architecture and kernel: plain, with bias, more in a near tile, more
 # with dropout (kernels/README.md, counted in the binaries).
 INSTRUCTIONS = {
-    80: {"fwd": (13.6, 15.2, 5.1, 8.7), "dq": (15.0, 20.4, 17.1, 8.6), "dkv": (18.7, 20.9, 3.5, 17.5)},
-    90: {"fwd": (12.1, 14.4, 5.2, 8.5), "dq": (14.6, 19.3, 18.8, 7.8), "dkv": (16.9, 19.4, 3.8, 17.1)},
+    80: {"fwd": (13.2, 15.9, 4.0, 8.8), "dq": (14.6, 20.1, 17.3, 8.6), "dkv": (18.7, 20.9, 3.5, 17.5)},
+    90: {"fwd": (11.8, 13.4, 4.0, 8.6), "dq": (14.1, 18.9, 17.5, 7.9), "dkv": (16.9, 19.4, 3.8, 17.1)},
 }
 NEAR = {"fwd": 0.69, "dq": 0.50, "dkv": 0.50}  # share of the scores in near tiles, 435 kept of 512
 OUR_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
@@ -229,7 +229,8 @@ class Step:
         n, d = sum(lengths), self.d
         yield from self.linear("qkv", times, n, d, 3 * d)
         yield from self.attention(times, lengths, lengths, dropout, bias)
-        yield Cost("gradients of q, k, v side by side", "backward", "other", 6 * n * d * self.a, launches=times)
+        if not (dropout or bias):  # our kernels write them so
+            yield Cost("gradients of q, k, v side by side", "backward", "other", 6 * n * d * self.a, launches=times)
         yield from self.rest_of_block(times, n, dropout)
         yield self.addition("gradient sums", n * d, self.a, 2 * times)
 
@@ -248,7 +249,8 @@ class Step:
         # of the slices of one weight: each one's gradient put into zeros, then added
         yield Cost("gradients of weight slices", "backward", "other", 21 * d * (d + 1) * SINGLE, launches=times)
         yield from self.attention(times, queries, keys, dropout, bias)
-        yield Cost("gradients of q, k, v side by side", "backward", "other", 4 * n * d * a, launches=times)
+        if not (dropout or bias):
+            yield Cost("gradients of q, k, v side by side", "backward", "other", 4 * n * d * a, launches=times)
         yield from self.rest_of_block(times, m, dropout)
         yield self.addition("gradient sums", m * d, a, 2 * times)
 

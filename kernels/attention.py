@@ -16,6 +16,7 @@ Shapes: M query rows and N key rows of a tile, D head dim (padded to BLOCK_D), R
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,7 +138,7 @@ def _attention_dq_kernel(
     v,  # (Tk, H, D)
     out,  # (Tq, H, D), contiguous
     lse,  # (H, Tq) fp32
-    grad_q,  # (Tq, H, D), contiguous
+    grad_q,  # (Tq, H, D)
     delta,  # (H, Tq) fp32: row sums of grad_out * out, less grad_lse, for the other kernel
     band,  # (H, programs, M, 2R+1) fp32, zeros; None without the line's gradient
     tiles,  # (tiles, 2) int32: sequence, first query row within it
@@ -155,6 +156,7 @@ def _attention_dq_kernel(
     k_head,
     v_row,
     v_head,
+    grad_row,  # of grad_q: elements from row to row; from head to head D
     scale,  # of the scores, times log2(e)
     place,
     threshold,
@@ -238,7 +240,8 @@ def _attention_dq_kernel(
                 else:
                     left_sum += tl.where(start < begin, side, 0.0)
             acc = dot(gradient.to(k_tile.dtype), k_tile, acc, INTERPRETED)
-        store_rows(grad_q + at, acc * (scale * LN2), row, heads * DIM, q_length, DIM, BLOCK_D)
+        grad_tiles = grad_q + q_start.to(tl.int64) * grad_row + head * DIM
+        store_rows(grad_tiles, acc * (scale * LN2), row, grad_row, q_length, DIM, BLOCK_D)
         if LINE_GRADIENT:
             tl.debug_barrier()  # the next tile adds to cells that other threads wrote
     if LINE_GRADIENT:  # the right end's gradient is what is missing from the sum: attention_bwd adds it
@@ -254,8 +257,8 @@ def _attention_dkv_kernel(
     v,
     lse,  # (H, Tq) fp32
     delta,  # (H, Tq) fp32
-    grad_k,  # (Tk, H, D), contiguous
-    grad_v,  # (Tk, H, D), contiguous
+    grad_k,  # (Tk, H, D)
+    grad_v,  # (Tk, H, D)
     tiles,  # (tiles, 2) int32: sequence, first key row within it
     q_starts,
     k_starts,
@@ -270,6 +273,7 @@ def _attention_dkv_kernel(
     k_head,
     v_row,
     v_head,
+    grad_row,  # of grad_k and grad_v: elements from row to row; from head to head D
     scale,
     place,
     threshold,
@@ -331,9 +335,9 @@ def _attention_dkv_kernel(
         v_acc = dot(kept.to(grad_tile.dtype), grad_tile, v_acc, INTERPRETED)
         gradient = weight * (weight_gradient - row_delta[None, :])
         k_acc = dot(gradient.to(q_tile.dtype), q_tile, k_acc, INTERPRETED)
-    at = (k_start.to(tl.int64) * heads + head) * DIM
-    store_rows(grad_k + at, k_acc * (scale * LN2), key, heads * DIM, k_length, DIM, BLOCK_D)
-    store_rows(grad_v + at, v_acc * (keep_scale if DROPOUT else 1.0), key, heads * DIM, k_length, DIM, BLOCK_D)
+    at = k_start.to(tl.int64) * grad_row + head * DIM
+    store_rows(grad_k + at, k_acc * (scale * LN2), key, grad_row, k_length, DIM, BLOCK_D)
+    store_rows(grad_v + at, v_acc * (keep_scale if DROPOUT else 1.0), key, grad_row, k_length, DIM, BLOCK_D)
 
 
 @dataclass(frozen=True)
@@ -399,19 +403,22 @@ def attention_bwd(
     seed: Tensor | None,
     place: int,
     bounded: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(grad_q, grad_k, grad_v, grad_line): the last (H, 2R+1) fp32 by distance from -R to R, whose ends hold all that
-    lies beyond too; None unless asked for. The same in every run on a device of the same size."""
+    *,
+    gradients: Sequence[Tensor],
+) -> Tensor | None:
+    """Writes gradients of q, k and v into `gradients`, whose heads lie side by side; k's and v's with equal strides.
+    Returns the line's: (H, 2R+1) fp32 by distance from -R to R, whose ends hold all that lies beyond too; None unless
+    asked for. The same in every run on a device of the same size."""
     q, k, v = (by_rows(t) for t in (q, k, v))
     grad_out, out = grad_out.contiguous(), out.contiguous()
     grad_lse = grad_lse.contiguous() if grad_lse is not None else None
     tokens, heads, dim = q.shape
-    grad_q, grad_k, grad_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    grad_q, grad_k, grad_v = gradients
     delta = torch.empty((heads, tokens), dtype=torch.float32, device=q.device)
     tiles, dropout, on_cpu = attention_tiles.tiles_for(q.device, dim), dropout_p > 0, q.device.type != "cuda"
     q_tiles, k_tiles = packed.dq_tiles.shape[0], packed.dkv_tiles.shape[0]
     layout = (packed.q_starts, packed.k_starts, packed.q_positions, packed.k_positions, line, seed if dropout else None)
-    numbers = (*_strides(q, k, v), scale * LOG2E.value, place, *dropout_numbers(dropout_p), _positions(line))
+    strides, numbers = _strides(q, k, v), (scale * LOG2E.value, place, *dropout_numbers(dropout_p), _positions(line))
     programs = _programs(q.device, q_tiles, heads, tiles) if line_gradient else q_tiles
     band = None
     if line_gradient:
@@ -421,14 +428,25 @@ def attention_bwd(
             launch = _launch("dq", tiles.dq, dim, reach, bounded, dropout, on_cpu) | {"LINE_GRADIENT": line_gradient}
             inputs, results = (grad_out, grad_lse, q, k, v, out, lse), (grad_q, delta, band)
             _attention_dq_kernel[(programs, heads)](
-                *inputs, *results, packed.dq_tiles, *layout, tokens, q_tiles, *numbers, **launch
+                *inputs,
+                *results,
+                packed.dq_tiles,
+                *layout,
+                tokens,
+                q_tiles,
+                *strides,
+                grad_q.stride(0),
+                *numbers,
+                **launch,
             )
         if k_tiles:
             launch = _launch("dkv", tiles.dkv, dim, reach, bounded, dropout, on_cpu)
             _attention_dkv_kernel[(k_tiles, heads)](
-                grad_out, q, k, v, lse, delta, grad_k, grad_v, packed.dkv_tiles, *layout, tokens, *numbers, **launch
+                *(grad_out, q, k, v, lse, delta, grad_k, grad_v, packed.dkv_tiles, *layout),
+                *(tokens, *strides, grad_k.stride(0), *numbers),
+                **launch,
             )
-    return grad_q, grad_k, grad_v, _line_gradient(band) if band is not None else None
+    return _line_gradient(band) if band is not None else None
 
 
 def _line_gradient(band: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from maelm_fast import ops
 from maelm_fast.config import ModelConfig
 from maelm_fast.model.position_bias import RelativeBias
 from maelm_fast.ops import AttentionLayout, PositionBias
+from maelm_fast.ops.stacked import unstack
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,11 @@ class Attention(nn.Module):
         """x: (Tq, d). memory: (Tk, d), what is attended to; x itself if None. Returns (Tq, d)."""
         d = x.shape[-1]
         if memory is None:
-            q, k, v = self.qkv(x).view(-1, 3, *self.heads).unbind(1)
+            q, k, v = unstack(self.qkv(x).view(-1, 3, *self.heads))
         else:
             q = F.linear(x, self.qkv.weight[:d], self.qkv.bias[:d]).view(-1, *self.heads)
             projected = F.linear(memory, self.qkv.weight[d:], self.qkv.bias[d:])
-            k, v = projected.view(-1, 2, *self.heads).unbind(1)
+            k, v = unstack(projected.view(-1, 2, *self.heads))
         mixed: Tensor = ops.attention(q, k, v, layout, bias, **dropout.arguments)
         out: Tensor = self.out(mixed.reshape(x.shape))
         return out

@@ -11,6 +11,7 @@ from torch import Tensor
 from maelm_fast.ops import dispatch
 from maelm_fast.ops.attention_inputs import Call, PositionBias
 from maelm_fast.ops.registration import custom_op, describe
+from maelm_fast.ops.stacked import apart, gradients_of, stack_of
 
 if TYPE_CHECKING:
     from maelm_fast.kernels.attention import Packed
@@ -140,16 +141,18 @@ def _backward_op(
     seed: Tensor | None,
     place: int,
     bounded: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and, if asked for, of the line; else that has no elements."""
+    stacked: int,
+) -> tuple[list[Tensor], Tensor]:
+    """Gradients of q, k, v, the last `stacked` of them in one tensor, and, if asked for, of the line; else that has no
+    elements."""
     from maelm_fast.kernels.attention import attention_bwd
 
     packed = _packed(q_starts, k_starts, q_positions, k_positions, fwd_tiles, dq_tiles, dkv_tiles)
     numbers = (scale, dropout_p, seed, place, bounded)
-    grad_q, grad_k, grad_v, grad_line = attention_bwd(
-        grad_out, grad_lse, q, k, v, out, lse, lookup, _reach(line), line_gradient, packed, *numbers
-    )
-    return grad_q, grad_k, grad_v, q.new_empty(0) if grad_line is None or line is None else grad_line.to(line.dtype)
+    gradients = gradients_of(q, k, v, stacked)
+    inputs = (grad_out, grad_lse, q, k, v, out, lse, lookup, _reach(line), line_gradient, packed)
+    grad_line = attention_bwd(*inputs, *numbers, gradients=apart(gradients))
+    return gradients, q.new_empty(0) if grad_line is None or line is None else grad_line.to(line.dtype)
 
 
 def _fake_fwd(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -167,10 +170,10 @@ def _fake_bwd(
     line: Tensor | None,
     lookup: Tensor | None,
     line_gradient: bool,
-    *_: Any,
-) -> tuple[Tensor, ...]:
+    *others: Any,
+) -> tuple[list[Tensor], Tensor]:
     grad_line = line.new_empty(line.shape) if line is not None and line_gradient else q.new_empty(0)
-    return (*(t.new_empty(t.shape) for t in (q, k, v)), grad_line)
+    return gradients_of(q, k, v, others[-1]), grad_line
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -184,10 +187,12 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     scale, dropout_p, place, bounded = ctx.numbers
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     wanted = line is not None and ctx.needs_input_grad[3]
-    grad_q, grad_k, grad_v, grad_line = torch.ops.maelm_fast.attention_triton_bwd(
-        grad_out, grad_lse, q, k, v, out, lse, line, lookup, wanted, *layout, scale, dropout_p, seed, place, bounded
+    stacked = 3 if stack_of(q, k, v) is not None else 2 if stack_of(k, v) is not None else 0
+    numbers = (scale, dropout_p, seed, place, bounded, stacked)
+    gradients, grad_line = torch.ops.maelm_fast.attention_triton_bwd(
+        grad_out, grad_lse, q, k, v, out, lse, line, lookup, wanted, *layout, *numbers
     )
-    return grad_q, grad_k, grad_v, grad_line if wanted else None
+    return (*apart(gradients), grad_line if wanted else None)
 
 
 describe("attention_triton_fwd", _fake_fwd, _setup_context, _backward)

@@ -1,0 +1,59 @@
+"""Queries, keys and values of one projection, and their gradients in one tensor.
+
+autograd would copy three gradients into one. Where a kernel has written them side by side already, unstack's backward
+finds that and takes the tensor as it is. It looks at addresses, so only where PyTorch runs eagerly (CUDA graphs of that
+too); what torch.compile traces copies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def unstack(x: Tensor) -> tuple[Tensor, ...]:
+    """x.unbind(1). x: (T, n, H, D)."""
+    if torch.compiler.is_compiling():
+        return x.unbind(1)
+    apart: tuple[Tensor, ...] = _Unstack.apply(x)
+    return apart
+
+
+class _Unstack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
+        return x.unbind(1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        whole = stack_of(*gradients)
+        return torch.stack(gradients, 1) if whole is None else whole
+
+
+def stack_of(*tensors: Tensor) -> Tensor | None:
+    """torch.stack(tensors, 1) without a copy, if they lie so in memory: each (T, H, D), from one (T, n, H, D)."""
+    first, size = tensors[0], tensors[0][:1].numel()
+    strides = (len(tensors) * size, first.shape[-1], 1)
+    for i, tensor in enumerate(tensors):
+        same = tensor.shape == first.shape and tensor.dtype == first.dtype and tensor.stride() == strides
+        beside = same and tensor.storage_offset() == first.storage_offset() + i * size
+        if not beside or tensor.untyped_storage()._cdata != first.untyped_storage()._cdata:
+            return None
+    shape = (first.shape[0], len(tensors), *first.shape[1:])
+    return first.as_strided(shape, (strides[0], size, *strides[1:]))
+
+
+def gradients_of(q: Tensor, k: Tensor, v: Tensor, stacked: int) -> list[Tensor]:
+    """Memory for gradients of q, k and v, the last `stacked` (0, 2 or 3) of them side by side in one (T, stacked, H, D)
+    that ends the list."""
+    shapes = [t.shape for t in (q, k, v)[: 3 - stacked]]
+    if stacked:
+        shapes.append(torch.Size((v.shape[0], stacked, *v.shape[1:])))
+    return [v.new_empty(shape) for shape in shapes]
+
+
+def apart(gradients: list[Tensor]) -> list[Tensor]:
+    """Of q, k and v, each (T, H, D), from gradients_of's list."""
+    return [one for given in gradients for one in (given.unbind(1) if given.dim() == 4 else (given,))]
