@@ -72,7 +72,7 @@ class Watch(threading.Thread):
         self._ended.set()
         if self.directory is not None:
             with contextlib.suppress(OSError):
-                self._file(self.rank).unlink()
+                self._file(self.rank).unlink(missing_ok=True)
                 self.directory.rmdir()  # the last one removes it
 
     def first_to_fail(self) -> bool:

@@ -88,7 +88,9 @@ def run(group: Processes, case: dict[str, Any]) -> None:
         try:
             job.pretrain("tiny", config(**case["sections"]), case["store"], out)
         except Stopped as stopped:
-            print(f"rank {group.rank} stopped after {stopped.step} with status {stopped.code}", flush=True)
+            said = f"rank {group.rank} stopped after {stopped.step} with status {stopped.code}\n"
+            sys.stdout.write(said)  # at once: print may write the line and its end apart, between those of others
+            sys.stdout.flush()
     everything = group.everyone(watched.seen)
     if group.is_main:
         file = Path(out + ".seen")

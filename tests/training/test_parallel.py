@@ -236,6 +236,17 @@ def test_a_store_that_says_nothing_is_not_waited_for(watches: list[Watch], clock
     thawed.set()
 
 
+def test_the_last_to_end_leaves_nothing(watches: list[Watch], tmp_path: Path) -> None:
+    """Also of a run that was over before a heartbeat was due."""
+    directory = tmp_path / "heartbeats"
+    for watch in watches:
+        watch.directory = directory
+    watches[0].clear(directory)
+    for watch in watches:
+        watch.end()
+    assert not directory.exists()
+
+
 def written(plan: list[dict[str, Any]], directory: Path, timeout_s: float = HANG) -> str:
     file = directory / "plan.json"
     file.write_text(json.dumps([timeout_s, plan]))
