@@ -160,6 +160,7 @@ def _details(run: LoadedRun, architecture: str) -> dict[str, str]:
     if model.decoder != "none":
         width = model.decoder_config.hidden_size
         decoder = f"{model.decoder}, {model.decoder_layers} layers of {width}, used in pretraining only"
+    falling = "" if masking.rate_end is None else f", falling to {masking.rate_end:g},"
     return {
         "architecture": architecture,
         "encoder": f"{model.num_layers} layers of {model.hidden_size}, {model.num_heads} heads, "
@@ -168,7 +169,7 @@ def _details(run: LoadedRun, architecture: str) -> dict[str, str]:
         "relative position bias": bias,
         "decoder": decoder,
         "vocabulary": f"{model.vocab_size} tokens, byte-level BPE",
-        "masking": f"{masking.rate:g} of the tokens, policy {masking.policy}, {masking.shown:g} shown",
+        "masking": f"{masking.rate:g}{falling} of the tokens, policy {masking.policy}, {masking.shown:g} shown",
         "preset": run.record.preset,
     }
 

@@ -71,6 +71,9 @@ def test_what_it_says_of_the_run(make_run: MakeRun) -> None:
     assert "license" not in silent.split("---")[1]
     assert "licence is not stated" in silent
     assert "validation loss is not known" in silent
+    assert "| masking | 0.15 of the tokens" in silent
+    falling = make_run(masking=MaskingConfig(rate=0.4, rate_end=0.15))
+    assert "| masking | 0.4, falling to 0.15, of the tokens" in card(falling, "mpnet", "MPNetModel", About())
     ablation = make_run(masking=MaskingConfig(shown=0.5))
     assert "--format own" not in card(ablation, "mpnet", "MPNetModel", About())
 
