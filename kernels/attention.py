@@ -218,7 +218,8 @@ def _attention_dq_kernel(
             product = dot(q_tile, tl.trans(k_tile), zero, INTERPRETED)
             if REACH:
                 near = True if BOUNDED else (start >= begin) & (start < end)
-                key_position = positions_of(k_places + start, k_length - start, 2 * positions, BLOCK_N, INTERPRETED)
+                plain: tl.constexpr = INTERPRETED or DIM < 64  # in assembly ptxas spills there, for a third block
+                key_position = positions_of(k_places + start, k_length - start, 2 * positions, BLOCK_N, plain)
                 edge = tl.where(there, tl.where(start < begin, left, right), float("-inf"))
                 score = product * scale + bias_tile(near, row_line, key_position, edge[None, :], 1, INTERPRETED)
             else:
