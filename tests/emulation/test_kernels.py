@@ -291,7 +291,7 @@ def test_every_barrier_of_attention_is_missed(name: str, harmless: int, broken: 
         ("dq", r"setp\.lt\.u32 p(\d), (%r\d+), (%r\d+);", r"setp.lt.u32 p\1, \3, \2;", ""),
         ("dkv", r"mad\.wide\.s32 a, (%r\d+), -4,", r"mad.wide.s32 a, \1, 4,", ""),
         ("fwd", r"setp\.lt\.s32 p(\d*),", r"setp.le.s32 p\1,", "outside of every tensor"),
-        ("dq", r"@p ld\.global\.nc\.b32", "ld.global.nc.b32", "outside of every tensor"),
+        ("fwd", r"@p ld\.global\.nc\.b32", "ld.global.nc.b32", "outside of every tensor"),
         ("fwd", r"cp\.async\.wait_group\s+0;", "cp.async.wait_group 1;", "an asynchronous copy is on the way"),
         ("fwd", r"(mma\S+ \{[^}]*\}, \{[^}]*\}, \{) (\S+), (\S+) \}", r"\1 \3, \2 }", "wrong numbers"),
     ],
