@@ -154,6 +154,7 @@ class MaeLmForPreTraining(PreTrainedModel):
         """MaeLm draws its own."""
 
     def get_input_embeddings(self) -> torch.nn.Module:
+        """There is no such module: the table is a parameter. This is the error that transformers looks for."""
         raise NotImplementedError("the vocabulary's size is fixed: give from_preset the tokenizer that you mean to use")
 
     def floating_point_ops(self, input_dict: Mapping[str, Any], exclude_embeddings: bool = True) -> int:
