@@ -1,14 +1,15 @@
 """Time to quality: CPU seconds of training until the validation loss is good enough, and the loss in the end.
 
     python -m benchmarks.speedrun tiny --seeds 0,1,2,3,4 --out benchmarks/results/speedrun_tiny.jsonl
-    python -m benchmarks.speedrun cpu --corpus DIR --store STORE --entries fast --seeds 0 --out FILE
+    python -m benchmarks.speedrun cpu --corpus DIR --store STORE --entries fast --seeds 0 --out FILE --keep RUNS
     python -m benchmarks.speedrun tiny --out FILE --plot curves.png     # draws the rows in FILE, runs nothing
     python -m benchmarks.speedrun --list
 
 A track is data, a model's size, a target and entries: recipes, that is configurations of `maelm-fast pretrain`.
 A seed decides the order of the samples, the masks and the sequences that are validated on, for all entries alike, and
 validation always masks 15%, whatever an entry trains at. An entry is a run: the trainer's own loop, but for its
-checkpoints and effective ranks. One thread; time is the process's CPU time without that of validation, since other work
+effective ranks, with one checkpoint, at the end, if it is to be kept (to fine-tune the encoder, or to fill in masks;
+it does not count in the time). One thread; time is the process's CPU time without that of validation, since other work
 on a machine disturbs the clock more (yet it does disturb CPU time too: updates to the target are beside it).
 
 On one machine the losses of a seed are always the same, so that two commits compare exactly.
@@ -17,6 +18,7 @@ On one machine the losses of a seed are always the same, so that two commits com
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
 import sys
 import tempfile
@@ -39,7 +41,7 @@ from maelm_fast.paper import scales
 from maelm_fast.reporting import figure_of, grid, look, require_matplotlib
 from maelm_fast.training.hardware import choose_precision
 from maelm_fast.training.parallel import Processes
-from maelm_fast.training.rundir import RunDir, vocabulary_of
+from maelm_fast.training.rundir import RunDir, RunRecord, vocabulary_of
 from maelm_fast.training.trainer import Trainer, build_model
 
 VALIDATION_RATE = 0.15
@@ -106,10 +108,11 @@ TRACKS = _tracks()
 
 
 class Timed(Trainer):
-    """A run that notes its validation losses and the CPU time of its training. It saves nothing."""
+    """A run that notes its validation losses and the CPU time of its training. It saves its end, if `keeps`."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: Any, keeps: bool) -> None:
         super().__init__(*arguments)
+        self.keeps = keeps
         self.masker = self.masker.at_rate(VALIDATION_RATE)
         self.curve: list[tuple[int, float, float]] = []
         """Updates, CPU seconds, nats."""
@@ -123,22 +126,28 @@ class Timed(Trainer):
         self.since = time.process_time()
 
     def save(self) -> None:
-        pass
+        if self.keeps and self.progress.step == self.steps:
+            super().save()
 
 
-def timed(config: RunConfig, store: Path) -> Timed:
-    """The run, done; `config` has the store's vocabulary."""
+def timed(config: RunConfig, store: Path, name: str = "", keep: Path | None = None) -> Timed:
+    """The run, done; `config` has the store's vocabulary. keep: its directory, `name` what its config.yaml names it."""
     train, validation = TokenStore.open(store, "train"), TokenStore.open(store, "validation")
     vocabulary, processes = vocabulary_of(train.tokenizer()), Processes(torch.device("cpu"))
     model, precision = build_model(config, vocabulary), choose_precision(config.runtime, processes.device)
     with tempfile.TemporaryDirectory() as scratch:
-        run = Timed(RunDir(scratch), config, model, train, validation, vocabulary, processes, precision)
+        place = RunDir(keep or scratch)
+        if keep:
+            keep.mkdir(parents=True)
+            place.write_config(RunRecord(name, str(store), train.manifest.fingerprint, None), config)
+            shutil.copy(store / "tokenizer.json", place.tokenizer_file)
+        run = Timed(place, config, model, train, validation, vocabulary, processes, precision, keeps=keep is not None)
         run.train()
     return run
 
 
-def measure(track: str, name: str, seed: int, store: Path, every: int) -> Row:
-    """The row of an entry's run. every: updates between validations."""
+def measure(track: str, name: str, seed: int, store: Path, every: int, keep: Path | None = None) -> Row:
+    """The row of an entry's run. every: updates between validations; keep: where its run directory goes."""
     this, manifest = TRACKS[track], TokenStore.open(store, "train").manifest
     config = presets.change(
         replace(this.entries[name].config, seed=seed),
@@ -146,7 +155,7 @@ def measure(track: str, name: str, seed: int, store: Path, every: int) -> Row:
         runtime={"device": "cpu", "workers": 0, "eval_every": every},
         metrics={"rank_every": 0},
     )
-    run = timed(config, store)
+    run = timed(config, store, name, keep)
     reached = next(((step, seconds) for step, seconds, loss in run.curve if loss <= this.target), None)
     return {
         **environment("cpu"),
@@ -291,6 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--corpus", type=Path, help="directory of the text to make it of; tiny: the embedded corpus")
     parser.add_argument("--every", type=int, default=50, help="updates between validations; default: 50")
     parser.add_argument("--out", type=Path, help="JSON lines that rows are added to")
+    parser.add_argument("--keep", type=Path, metavar="RUNS", help="directory that the runs are kept in, as ENTRY-SEED")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows in --out; runs nothing")
     options = parser.parse_args(arguments)
     try:
@@ -320,12 +330,15 @@ def speedrun(options: argparse.Namespace) -> int:
         seeds = [int(seed) for seed in options.seeds.split(",")]
     except ValueError:
         raise UserError(f"--seeds are whole numbers, comma-separated, not {options.seeds}") from None
+    kept = {(name, seed): options.keep and options.keep / f"{name}-{seed}" for name in names for seed in seeds}
+    if there := [str(path) for path in kept.values() if path and path.exists()]:
+        raise UserError(f"{there[0]} is there already: name another --keep, or remove it")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         store = data_of(options.track, options.store or Path(scratch) / "store", options.corpus)
         for seed in seeds:
             for name in names:
-                row = measure(options.track, name, seed, store, options.every)
+                row = measure(options.track, name, seed, store, options.every, kept[name, seed])
                 if options.out:
                     append_rows(options.out, [row])
                 reached = row["cpu_seconds_to_target"]

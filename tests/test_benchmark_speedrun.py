@@ -15,6 +15,7 @@ from benchmarks.report_ops import speedrun_tables
 from benchmarks.rows import OTHERS, check
 from benchmarks.speedrun import Entry, Track
 from maelm_fast import presets
+from maelm_fast.training.rundir import RunDir, load_run
 from maelm_fast.training.trainer import Trainer
 
 SMALL = {
@@ -68,6 +69,21 @@ def test_rows_repeat_and_hold_what_was_asked(store: Path, tmp_path: Path, capsys
         reached = [(step, seconds) for step, seconds, loss in row["curve"] if loss <= 6.0]
         assert (row["updates_to_target"], row["cpu_seconds_to_target"]) == reached[0]
     assert "paper, seed 0: 6.00 nats after 2 updates" in capsys.readouterr().out
+
+
+def test_a_kept_run_is_a_run_and_is_not_overwritten(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep, asked = tmp_path / "runs", ("--entries", "paper", "--keep", str(tmp_path / "runs"))
+    kept = rows_of(store, tmp_path / "a.jsonl", *asked)
+    assert [(s, loss) for s, _, loss in kept[0]["curve"]] == [
+        (s, loss) for s, _, loss in rows_of(store, tmp_path / "b.jsonl", "--entries", "paper")[0]["curve"]
+    ]
+    kept_run = load_run(keep / "paper-0")
+    assert (kept_run.step, kept_run.record.preset, RunDir(keep / "paper-0").steps()) == (6, "paper", [6])
+    assert kept_run.config.optim == presets.change(presets.get("tiny"), **SMALL).optim
+    assert run("tiny", "--store", str(store), *asked) == 2
+    assert "paper-0 is there already" in capsys.readouterr().err
 
 
 def test_all_entries_read_the_same_samples_and_are_validated_alike(
