@@ -17,6 +17,7 @@ from benchmarks.goals import (
     FLEX_GOAL,
     LOADER_GOAL,
     PATCH_GOALS,
+    RUN_GOAL,
     SPEEDRUN_GOALS,
     judged,
     place,
@@ -228,6 +229,20 @@ def finetune_table(rows: Sequence[Row]) -> Table:
     return Table(f"Fine-tuning, {first['device']}, {first['precision']}, {shape}, {task}", rows, columns, notes)
 
 
+def pretraining_table(rows: Sequence[Row]) -> Table:
+    columns = {
+        "preset": lambda row: f"`{row['model']}`, {batch(row)}",
+        "loader processes": field("workers"),
+        "tokens/s of the run": lambda row: spread(row["tokens_per_s"], ",.0f"),
+        "over the bare step": lambda row: spread(row["ratio"], ".3f"),
+        "in CPU seconds": lambda row: spread(row["cpu_ratio"], ".3f"),
+        "goal": lambda row: judged("", row["cpu_ratio" if place(row) == "cpu" else "ratio"]["median"], RUN_GOAL),
+        "run": run,
+    }
+    notes = [f"{machines(rows)}, load {rows[0]['load']}; median [quartiles]; `python -m benchmarks.pretraining`."]
+    return Table(f"A run of `maelm-fast pretrain`, {rows[0]['device']}, {rows[0]['precision']}", rows, columns, notes)
+
+
 def patch_table(rows: Sequence[Row]) -> Table:
     """The goal is over the faster of the attentions that transformers has."""
     first = rows[0]
@@ -381,6 +396,7 @@ def speedrun_goal(entry: Summary) -> str:
 
 
 TABLES: dict[str, Callable[[Sequence[Row]], Table]] = {
+    "pretraining": pretraining_table,
     "patch": patch_table,
     "finetune": finetune_table,
     "ops": ops_table,

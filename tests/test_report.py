@@ -1,6 +1,4 @@
-"""The report on rows made up here: what counts, how it is judged; and the READMEs say what the repository's rows say.
-
-The ops that pytest-benchmark times are run once, untimed, so that they keep running."""
+"""The report on rows made up here: what counts, how it is judged. And: the READMEs say what the rows say."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench_ops, report, report_step, rows
+from benchmarks import report, report_step, rows
 from benchmarks.classes import CLASSES
 from benchmarks.goals import GOALS
 
@@ -420,24 +418,3 @@ def test_plot(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_readmes_of_this_repository_say_what_its_rows_say() -> None:
     assert report.main(["--check"]) == 0
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda benchmark: bench_ops.test_op(benchmark, "scatter_to_decoder", "forward"),
-        lambda benchmark: bench_ops.test_op(benchmark, "scatter_to_decoder", "both"),
-        bench_ops.test_mask_and_pack_on_the_host,
-        bench_ops.test_best_fit_of_20000_documents,
-        bench_ops.test_training_step_of_tiny,
-    ],
-)
-def test_what_pytest_benchmark_times_runs(call: Any) -> None:
-    ran = []
-
-    def once(timed: Any, *arguments: Any) -> None:
-        timed(*arguments)
-        ran.append(timed)
-
-    call(once)
-    assert len(ran) == 1
