@@ -4,8 +4,8 @@ those of the bare step that benchmarks.train_step times.
     python -m benchmarks.pretraining --preset base --batch 4 --rounds 5
 
 The run halts after each turn of updates, and the bare step, a model of its own, has a turn of as many: A B A B ... in
-one process. Evaluation and saving come after the last turn; effective ranks are off. A ratio is the median of the
-rounds' ratios, by the clock and by CPU seconds.
+one process. Evaluation, saving and effective ranks are left out, as a run's tokens/s leave them out. A ratio is the
+median of the rounds' ratios, by the clock and by CPU seconds.
 """
 
 from __future__ import annotations
@@ -58,6 +58,12 @@ class Halting(Trainer):
                     self.taken["bare"].append((goes_on[0] - halted[0], goes_on[1] - halted[1]))
                 began = self.now()
 
+    def evaluate(self) -> None:
+        """Not timed, as saving is not: both come at the end."""
+
+    def save(self) -> None:
+        pass
+
     def now(self) -> tuple[float, float]:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -73,7 +79,7 @@ def measured(preset: str, settings: Settings, workers: int, rounds: int) -> Row:
         model=changes,
         optim={"batch_size": settings.batch, "max_steps": updates, "warmup_steps": 1},
         runtime={"device": device, "precision": settings.precision, "workers": workers}
-        | {"micro_batch_size": settings.batch, "eval_every": updates, "save_every": updates, "eval_samples": 1},
+        | {"micro_batch_size": settings.batch, "eval_every": updates, "save_every": updates},
         metrics={"rank_every": 0},
     )
     bare = Contestant(preset, Settings(**{**vars(settings), "changes": changes}))
