@@ -112,9 +112,7 @@ def persistent_options(width: int, warps: int, dtype: torch.dtype) -> dict[str, 
     return {"num_warps": warps, "maxnreg": 80 if row_block(width) >= 256 * dtype.itemsize else 96}
 
 
-def row_launch(
-    direction: str, width: int, dropout: bool, dtype: torch.dtype
-) -> tuple[dict[str, Any], dict[str, int]]:
+def row_launch(direction: str, width: int, dropout: bool, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, int]]:
     """The constexpr arguments and the launch options of a kernel on whole rows of `dtype`; "bwd" loops over tiles of
     them."""
     rows, block, warps = row_tile(width, 2048 if direction == "fwd" else 1024)

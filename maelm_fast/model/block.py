@@ -98,10 +98,10 @@ class Block(nn.Module):
         memory: Tensor | None = None,
         cross: tuple[Tensor, AttentionLayout] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """x, residual: (T, d), the same rows for the attention and for the sum around it: what the block before
-        returned, in two tensors so that its LayerNorm adds their gradients, or one tensor. rows: (Tq,) the rows to compute, all if None; layout.queries describes them. memory: (Tk, d), what
-        the attention attends to; x itself if None. cross: what the cross-attention attends to, (Tk, d), and how; for
-        blocks that have one. Returns (Tq, d) twice."""
+        """x, residual: (T, d), the same rows, for the attention and for the sum around it: one tensor, or what the
+        block before returned, whose LayerNorm adds the gradients of both. rows: (Tq,) the rows to compute, all if None;
+        layout.queries describes them. memory: (Tk, d), what the attention attends to; x itself if None. cross: what the
+        cross-attention attends to, (Tk, d), and how; for blocks that have one. Returns (Tq, d) twice."""
         if rows is not None:
             memory = x if memory is None else memory
             x = residual = residual.index_select(0, rows)

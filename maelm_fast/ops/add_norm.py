@@ -1,9 +1,8 @@
 """add_norm(): the end of a post-LN sublayer, dropout, residual and LayerNorm in one.
 
-Its result has two readers in a Transformer, the next sublayer and the residual sum around that one. add_norm_twice()
-gives each its own tensor, so that their gradients are added in the backward kernel: autograd would add them in a pass of
-its own. Two tensors in one memory are no custom op's result, so only where PyTorch runs eagerly; what torch.compile
-traces is add_norm().
+In a Transformer its result has two readers, the next sublayer and the residual sum around that one. add_norm_twice()
+gives each a tensor of its own, so that the backward kernel adds their gradients: autograd would do it in a pass of its
+own. No custom op may return one memory twice, so this is for PyTorch's eager mode; torch.compile traces add_norm().
 """
 
 from __future__ import annotations
