@@ -83,8 +83,8 @@ def counted(case: Case) -> Iterator[dict[str, Any]]:
             backend="triton",
         )
     elif case.twice:
-        numbers = {"eps": registry.EPS, "dropout_p": registry.DROPOUT, "place": 1, "backend": "triton"}
-        out = torch.stack(ops.add_norm_twice(**inputs, **numbers))
+        numbers: dict[str, Any] = {"eps": registry.EPS, "dropout_p": registry.DROPOUT, "place": 1}
+        out = torch.stack(ops.add_norm_twice(**inputs, **numbers, backend="triton"))
     else:
         out = entry.call(inputs, "triton")
     if leaves:

@@ -78,8 +78,8 @@ class SelfDecoder(Decoder):
             x, residual = block(x, residual, everyone, bias, cross=cross)
         cross = (memory, AttentionLayout(masked, batch.visible)) if self.crosses else None
         chosen = AttentionLayout(masked, batch.decoder)
-        x, _ = self.blocks[-1](x, residual, chosen, bias, rows=batch.masked_index, cross=cross)
-        return x
+        last: tuple[Tensor, Tensor] = self.blocks[-1](x, residual, chosen, bias, rows=batch.masked_index, cross=cross)
+        return last[0]
 
 
 class CrossDecoder(Decoder):
