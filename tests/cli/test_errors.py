@@ -114,7 +114,7 @@ CASES = {
     "corpus not UTF-8": ("data prepare {p}/latin.txt --out {p}/out", "not UTF-8"),
     "corpus broken": ("data prepare {p}/broken.txt.xz --out {p}/out", "cannot be read to its end"),
     "line that is not JSON": ("data prepare {p}/bad.jsonl --out {p}/out", "line 2 is not JSON"),
-    "row without the field": ("data prepare {p}/field.jsonl --out {p}/out", "line 1 has no field 'text': set --text-field"),
+    "row without the field": ("data prepare {p}/field.jsonl --out {p}/out", "line 1 has no field 'text': set"),
     "input that is to validate itself": (PREPARE + " --validation-input {p}/text.txt", "input and a validation input"),
     "vocabulary too small": (PREPARE + " --vocab-size 100", "vocab_size must lie between 261"),
     "sequence too short": (PREPARE + " --seq-len 2", "seq_len must lie between"),
