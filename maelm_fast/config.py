@@ -232,8 +232,8 @@ class OptimConfig:
         warmup = self._updates(self.warmup_steps)
         require(
             0 <= warmup < self.max_steps and warmup == int(warmup),
-            f"optim.warmup_steps {self.warmup_steps} must be a whole number, at least 0 and below optim.max_steps "
-            f"{self.max_steps}, or a share of it",
+            f"optim.warmup_steps {self.warmup_steps:g} must be a whole number, at least 0 and below optim.max_steps "
+            f"{self.max_steps}, or a share of it: give --warmup",
         )
         object.__setattr__(self, "warmup_steps", int(warmup))
         self._check_cooldown()
