@@ -38,11 +38,14 @@ class Case:
     shape: str
     dropout: bool = False
     bias: bool = False
+    twice: bool = False
+    """Whether add_norm's result is read twice."""
 
 
 CASES = [
     *(Case("attention", "12 heads of 64", dropout, bias) for bias in (False, True) for dropout in (False, True)),
     Case("add_norm", "width 768", dropout=True),
+    Case("add_norm", "width 768, two gradients", dropout=True, twice=True),
     Case("embed_packed", "width 768", dropout=True),
     Case("feed_forward", "width 3072"),
     Case("masked_cross_entropy", "32,768 columns"),
@@ -57,6 +60,7 @@ def counted(case: Case) -> Iterator[dict[str, Any]]:
     import triton
 
     from benchmarks import registry
+    from maelm_fast import ops
     from tests.emulation.kernels import RECORD
 
     torch.manual_seed(0)
@@ -67,7 +71,7 @@ def counted(case: Case) -> Iterator[dict[str, Any]]:
     RECORD.counts = {}
     if case.op == "attention":
         inputs |= {"dropout_p": 0.1 if case.dropout else 0.0} | ({} if case.bias else {"line": None})
-    out = entry(inputs, backend="triton")
+    out = torch.stack(ops.add_norm_twice(**inputs, backend="triton")) if case.twice else entry(inputs, backend="triton")
     if leaves:
         torch.autograd.grad(out.sum(), leaves, allow_unused=True)
     units = {

@@ -73,7 +73,7 @@ class Halting(Trainer):
 def measured(preset: str, settings: Settings, workers: int, rounds: int) -> Row:
     device = settings.device
     updates = (rounds + 1) * UPDATES[device] + 1  # after the last of them the loop does not come back
-    changes = {"vocab_size": VOCABULARY_SIZE, **settings.changes}
+    changes = {**settings.changes, "vocab_size": VOCABULARY_SIZE}
     config = presets.change(
         presets.get(preset),
         model=changes,

@@ -169,7 +169,7 @@ def projection_table(rows: Sequence[Row]) -> Table:
         "MFU": lambda row: " to ".join(f"{mfu:.1%}" for mfu in row["mfu"]),
     }
     for kind in CLASSES:
-        columns[f"{kind} ms"] = lambda row, kind=kind: span(row["ms"][kind], ".3g")  # type: ignore[misc]
+        columns[f"{kind} ms"] = lambda row, kind=kind: span(row["ms"].get(kind, ()), ".3g")  # type: ignore[misc]
     least, largest = first["products"]
     notes = [
         f"Counted work over what the device can do, launch by launch; products at {least:g} to {largest:g} of "
