@@ -227,5 +227,5 @@ def add_norm_bwd(
             **options,
             **FUSED,
         )
-        vectors = sum_partials(partials, weight.dtype, weight.dtype, torch.float32)
-    return grad_x, grad_residual, *vectors
+        grad_weight, grad_bias, sums = sum_partials(partials, weight.dtype, weight.dtype, torch.float32)
+    return grad_x, grad_residual, grad_weight, grad_bias, sums
