@@ -14,7 +14,7 @@ from torch import Tensor
 
 from maelm_fast.errors import UserError
 from maelm_fast.ops import dispatch
-from maelm_fast.ops.feed_forward import compute_dtype
+from maelm_fast.ops.linear import compute_dtype
 from maelm_fast.ops.reference import masked_cross_entropy as reference
 from maelm_fast.ops.registration import custom_op, describe
 
