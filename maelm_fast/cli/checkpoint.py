@@ -42,7 +42,7 @@ PRUNE_EXAMPLES = """
 class ListOptions:
     """The checkpoints of a run, without reading them."""
 
-    run: Path = option(positional=True)
+    run: Path = option(positional=True, metavar="RUN")
     """Run directory."""
 
 
@@ -50,7 +50,7 @@ class ListOptions:
 class VerifyOptions:
     """Compares every checkpoint of a run with its checksums; exit code 2 if one is damaged."""
 
-    run: Path = option(positional=True)
+    run: Path = option(positional=True, metavar="RUN")
     """Run directory."""
 
 
@@ -59,7 +59,7 @@ class ConsolidateOptions:
     """Writes model.safetensors and optimizer.safetensors from the shares of several processes. Needed for other
     programs only: every command here reads both."""
 
-    run: Path = option(positional=True)
+    run: Path = option(positional=True, metavar="RUN")
     """Run directory."""
     step: int | None = None
     """Default: of the newest whole one."""
@@ -71,7 +71,7 @@ class ConsolidateOptions:
 class PruneOptions:
     """Removes all but the newest whole checkpoints of a run, and what was damaged or not finished."""
 
-    run: Path = option(positional=True)
+    run: Path = option(positional=True, metavar="RUN")
     """Run directory."""
     keep: int = 1
     """How many to leave."""

@@ -1,7 +1,7 @@
 """`maelm-fast paper prompt TASK... --model DIR --data DIR --out OUT`: zero-shot and few-shot, as Table 7.
 
 Started again, by hand or beside itself, the command resumes what is not finished; see
-maelm_fast/finetuning/prompting/run.py for the files.
+maelm_fast/paper/prompting/run.py for the files.
 """
 
 from __future__ import annotations
