@@ -152,6 +152,19 @@ def _add_norm(i: Inputs, backend: str | None) -> Tensor:
     )
 
 
+def _linear_inputs(s: Setting) -> Inputs:
+    """Of a block's widest projection: queries, keys and values."""
+    return {
+        "x": s.activation(s.visible, s.width),
+        "weight": s.parameter(3 * s.width, s.width).to(s.dtype),
+        "bias": s.parameter(3 * s.width).to(s.dtype),
+    }
+
+
+def _linear(i: Inputs, backend: str | None) -> Tensor:
+    return ops.linear(i["x"], i["weight"], i["bias"], backend=backend)
+
+
 def _feed_forward_inputs(s: Setting) -> Inputs:
     return {
         "x": s.activation(s.visible, s.width),
@@ -304,6 +317,7 @@ ENTRIES = {
             ("encoder_out", "mask_embedding", "position_table", "weight", "bias"),
             lambda s: (s.bytes(s.visible + s.slots), s.bytes(3 * s.visible + 2 * s.slots)),
         ),
+        Entry("linear", _linear_inputs, _linear, ("x", "weight", "bias")),
         Entry(
             "feed_forward", _feed_forward_inputs, _feed_forward, ("x", "weight_in", "bias_in", "weight_out", "bias_out")
         ),

@@ -107,55 +107,83 @@ MAELM_INLINE void transpose_16(__m512i* r) {
   }
 }
 
-// One panel of up to 48 columns of a right operand. `from`: its first column; `stride`: bytes from row to row.
+// The panels of up to 48 columns each of a part of a right operand. `from`: its first column; `stride`: bytes from row to
+// row. sums, unless null: (columns,), which those of bf16 columns are added to.
 template <class T>
-void pack_panel(uint32_t* panel, const char* from, int64_t stride, int64_t depth, int64_t columns) {
-  for (int64_t k = 0; k < depth; k += 2, panel += kColumns, from += 2 * stride) {
-    const int64_t next = k + 1 < depth ? columns : 0;
-    __m512i words[4];
-    interleave(read_32<T>(from, columns), read_32<T>(next ? from + stride : from, next), words);
-    const char* last = from + 32 * sizeof(T);
-    interleave(read_32<T>(last, columns - 32), read_32<T>(next ? last + stride : last, next - 32), words + 2);
-    for (int j = 0; j < kVectors; ++j) _mm512_store_si512(panel + 16 * j, words[j]);
+void pack_panels(uint32_t* panels, const char* from, int64_t stride, int64_t depth, int64_t columns, float* sums) {
+  constexpr int64_t kLines = kColumns * sizeof(T) / 64 + 1, kFetched = 16;  // rows fetched ahead, as each is on a new page
+  const __m512bh ones = pairs_of(_mm512_set1_epi32(0x3F803F80));
+  const int64_t panel_words = (depth + 1) / 2 * kColumns;
+  for (int64_t k = 0; k < depth; k += 2, panels += kColumns, from += 2 * stride) {
+    const bool pair = k + 1 < depth;
+    const char *a = from, *b = pair ? from + stride : from;
+    uint32_t* to = panels;
+    for (int64_t column = 0; column < columns; column += kColumns, to += panel_words) {
+      for (int64_t i = 0; i < kLines; ++i) {
+        __builtin_prefetch(a + kFetched * stride + 64 * i);
+        __builtin_prefetch(b + kFetched * stride + 64 * i);
+      }
+      const int64_t left = columns - column;
+      __m512i words[4];
+      interleave(read_32<T>(a, left), read_32<T>(b, pair ? left : 0), words);
+      a += 32 * sizeof(T);
+      b += 32 * sizeof(T);
+      interleave(read_32<T>(a, left - 32), read_32<T>(b, pair ? left - 32 : 0), words + 2);
+      a += 16 * sizeof(T);
+      b += 16 * sizeof(T);
+      for (int64_t j = 0; j < kVectors; ++j) {
+        _mm512_store_si512(to + 16 * j, words[j]);
+        if (sums == nullptr) continue;
+        const __mmask16 there = lanes(left - 16 * j);
+        float* sum = sums + column + 16 * j;
+        const __m512 more = _mm512_dpbf16_ps(_mm512_maskz_loadu_ps(there, sum), pairs_of(words[j]), ones);
+        _mm512_mask_storeu_ps(sum, there, more);
+      }
+    }
   }
 }
 
-// The same of a right operand that is to be transposed: its rows are the columns of the panel.
+// The same of a right operand that is to be transposed: its rows are the columns of the panels.
 template <class T>
-void pack_panel_transposed(uint32_t* panel, const char* from, int64_t stride, int64_t depth, int64_t columns) {
+void pack_panels_transposed(uint32_t* panels, const char* from, int64_t stride, int64_t depth, int64_t columns, float*) {
   const int64_t words = (depth + 1) / 2;
-  for (int64_t column = 0; column < kColumns; column += 16) {
+  for (int64_t column = 0; column < (columns + kColumns - 1) / kColumns * kColumns; column += 16) {
+    uint32_t* panel = panels + column / kColumns * words * kColumns + column % kColumns;
     for (int64_t k = 0; k < words; k += 16) {
       __m512i rows[16];
       for (int i = 0; i < 16; ++i) {
         const bool there = column + i < columns;
         const char* row = from + (there ? (column + i) * stride : 0) + 2 * k * sizeof(T);
         rows[i] = read_32<T>(row, there ? depth - 2 * k : 0);
+        for (size_t line = 0; line < sizeof(T) / 2; ++line) __builtin_prefetch(row + 16 * stride + 64 * line, 0, 2);
       }
       transpose_16(rows);
       const int count = words - k < 16 ? static_cast<int>(words - k) : 16;
-      for (int i = 0; i < count; ++i) _mm512_store_si512(panel + (k + i) * kColumns + column, rows[i]);
+      for (int i = 0; i < count; ++i) _mm512_store_si512(panel + (k + i) * kColumns, rows[i]);
     }
   }
 }
 
 // Columns of a bf16 (depth, ...) matrix as rows of a left operand: panels [eight columns][word of the depth][column].
-// At most kStrip of them. sums, unless null: (columns,), which their sums are added to.
+// At most kStrip of them. sums: as above.
 void pack_left(uint32_t* panels, const char* from, int64_t stride, int64_t depth, int64_t columns, float* sums) {
+  constexpr int64_t kFetched = 16;
   const int64_t words = (depth + 1) / 2, panel = words * kRows;
-  const __m512i ones = _mm512_set1_epi32(0x3F803F80);
+  const __m512bh ones = pairs_of(_mm512_set1_epi32(0x3F803F80));
   __m512 total[kStrip / 16];
-  for (int64_t i = 0; i < kStrip / 16; ++i) total[i] = _mm512_setzero_ps();
+  for (auto& sum : total) sum = _mm512_setzero_ps();
   for (int64_t word = 0; word < words; ++word, from += 2 * stride) {
     const bool pair = 2 * word + 1 < depth;
     for (int64_t column = 0; column < columns; column += 32) {
       const int64_t count = columns - column;
-      const char* at = from + 2 * column;
+      const char *a = from + 2 * column, *b = pair ? a + stride : a;
+      __builtin_prefetch(a + kFetched * stride);
+      __builtin_prefetch(b + kFetched * stride);
       __m512i pairs[2];
-      interleave(read_32<BFloat16>(at, count), read_32<BFloat16>(pair ? at + stride : at, pair ? count : 0), pairs);
+      interleave(read_32<BFloat16>(a, count), read_32<BFloat16>(b, pair ? count : 0), pairs);
       for (int half = 0; half < 2; ++half) {
         __m512& sum = total[column / 16 + half];
-        sum = _mm512_dpbf16_ps(sum, pairs_of(pairs[half]), pairs_of(ones));
+        sum = _mm512_dpbf16_ps(sum, pairs_of(pairs[half]), ones);
         uint32_t* to = panels + (column + 16 * half) / kRows * panel + word * kRows;
         if (count > 16 * half) _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(pairs[half]));
         if (count > 16 * half + 8) {
@@ -226,6 +254,23 @@ MAELM_INLINE void finish(const Target& to, int64_t row, int64_t column, __mmask1
   }
 }
 
+// A whole tile, whose rows are the columns of `out`.
+MAELM_INLINE void finish_transposed(const Target& to, int64_t row, int64_t column, int64_t rows, int64_t columns,
+                                    const float* sums) {
+  const __mmask16 there = lanes(rows);
+  for (int64_t j = 0; j < columns; j += 16) {
+    __m512i r[16];
+    for (int i = 0; i < 16; ++i) r[i] = i < kRows ? _mm512_load_si512(sums + i * kColumns + j) : _mm512_setzero_si512();
+    transpose_16(r);
+    for (int i = 0; i < 16 && j + i < columns; ++i) {
+      float* out = static_cast<float*>(to.out) + (column + j + i) * to.stride + row;
+      __m512 sum = _mm512_castsi512_ps(r[i]);
+      if (to.add) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(there, out));
+      _mm512_mask_storeu_ps(out, there, sum);
+    }
+  }
+}
+
 // The first bytes of two or three lines each, whether they are there or not.
 template <Finish kFinish>
 MAELM_INLINE void fetch(const Target& to, int64_t row, int64_t column) {
@@ -244,7 +289,13 @@ MAELM_INLINE void fetch(const Target& to, int64_t row, int64_t column) {
 template <Finish kFinish, bool kPanels>
 void tile(const uint32_t* left, int64_t stride, const uint32_t* panel, int64_t words, const Target& to, int64_t row,
           int64_t column, int64_t rows, int64_t columns) {
-  for (int64_t i = 0; i < rows; ++i) fetch<kFinish>(to, row + i, column);  // for finish()
+  if constexpr (kFinish == Finish::kWideTransposed) {
+    for (int64_t i = 0; i < columns; ++i) {
+      __builtin_prefetch(static_cast<float*>(to.out) + (column + i) * to.stride + row, 1);
+    }
+  } else {
+    for (int64_t i = 0; i < rows; ++i) fetch<kFinish>(to, row + i, column);
+  }
   __m512 sum[kRows][kVectors];
   for (auto& of_row : sum) {
     for (auto& s : of_row) s = _mm512_setzero_ps();
@@ -266,6 +317,10 @@ void tile(const uint32_t* left, int64_t stride, const uint32_t* panel, int64_t w
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 3
     for (int j = 0; j < kVectors; ++j) _mm512_store_ps(sums[i] + 16 * j, sum[i][j]);
+  }
+  if constexpr (kFinish == Finish::kWideTransposed) {
+    finish_transposed(to, row, column, rows, columns, sums[0]);
+    return;
   }
   for (int64_t i = 0; i < rows; ++i) {
     for (int64_t j = 0; j < columns; j += 16) {
@@ -295,17 +350,20 @@ Tile tile_of(Finish finish) {
       return tile<Finish::kGelu, kPanels>;
     case Finish::kGeluBackward:
       return tile<Finish::kGeluBackward, kPanels>;
+    case Finish::kWideTransposed:
+      return tile<Finish::kWideTransposed, kPanels>;
     default:
       return tile<Finish::kWide, kPanels>;
   }
 }
 
-void pack(uint32_t* panel, const Matrix& right, bool transposed, int64_t column, int64_t depth, int64_t columns) {
+void pack(uint32_t* panels, const Matrix& right, bool transposed, int64_t column, int64_t depth, int64_t columns,
+          float* sums) {
   const int64_t stride = right.stride * (right.wide ? 4 : 2);
   const char* from = transposed ? right.at(column, 0) : right.at(0, column);
-  const auto run = transposed ? (right.wide ? pack_panel_transposed<float> : pack_panel_transposed<BFloat16>)
-                              : (right.wide ? pack_panel<float> : pack_panel<BFloat16>);
-  run(panel, from, stride, depth, columns);
+  const auto run = transposed ? (right.wide ? pack_panels_transposed<float> : pack_panels_transposed<BFloat16>)
+                              : (right.wide ? pack_panels<float> : pack_panels<BFloat16>);
+  run(panels, from, stride, depth, columns, sums);
 }
 
 // Words that a thread keeps for its next product, at a multiple of 64 bytes.
@@ -321,7 +379,7 @@ uint32_t* scratch(int64_t words) {
 }  // namespace
 
 void multiply(const Left& left, const Matrix& right, bool transposed, const Target& to, int64_t rows, int64_t depth,
-              int64_t columns) {
+              int64_t columns, float* sums) {
   const int64_t words = ceil_div(depth, 2), panels = ceil_div(columns, kColumns), panel_words = words * kColumns;
   const int64_t threads = torch::stable::get_num_threads();
   // A task is a group of panels, which it packs, and a part of the rows, which it multiplies with them.
@@ -335,11 +393,9 @@ void multiply(const Left& left, const Matrix& right, bool transposed, const Targ
     auto* few = reinterpret_cast<char*>(packed + size * panel_words);  // the last rows, where eight would be too many
     for (int64_t task = begin; task < end; ++task) {
       const int64_t first = task / parts * size, last = std::min(panels, first + size), part = task % parts;
-      for (int64_t panel = first; panel < last; ++panel) {
-        const int64_t column = panel * kColumns;
-        pack(packed + (panel - first) * panel_words, right, transposed, column, depth,
-             std::min<int64_t>(kColumns, columns - column));
-      }
+      const int64_t start = first * kColumns;
+      pack(packed, right, transposed, start, depth, std::min(columns, last * kColumns) - start,
+           sums == nullptr || part > 0 ? nullptr : sums + start);
       for (int64_t strip = strips * part / parts; strip < strips * (part + 1) / parts; ++strip) {
         const int64_t row = strip * kRows, count = std::min<int64_t>(kRows, rows - row);
         const char* from = left.data + (left.panels ? strip * words * kRows : row * left.stride) * 4;
@@ -362,33 +418,35 @@ void multiply(const Left& left, const Matrix& right, bool transposed, const Targ
 
 void multiply_transposed(const Matrix& left, const Matrix& right, float* out, float* sums, int64_t rows, int64_t depth,
                          int64_t columns) {
-  const int64_t most = std::min(depth, kDepth), words = ceil_div(most, 2);
-  if (sums != nullptr) std::fill_n(sums, rows, 0.0f);
+  const bool swap = columns < rows;  // the narrower is packed whole, the wider in groups, which stay in the L2 cache
+  const Matrix &narrow = swap ? right : left, &wide = swap ? left : right;
+  const int64_t width = swap ? columns : rows, most = std::min(depth, kDepth);
+  std::fill_n(sums, rows, 0.0f);
   if (depth == 0) std::fill_n(out, rows * columns, 0.0f);
-  const std::unique_ptr<uint32_t[]> panels(new uint32_t[ceil_div(rows, kRows) * kRows * words]);
-  for (int64_t start = 0; start < depth; start += most) {
-    const int64_t part = std::min(most, depth - start), part_words = ceil_div(part, 2);
-    torch::stable::parallel_for(0, ceil_div(rows, kStrip), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin * kStrip; row < std::min(rows, end * kStrip); row += kStrip) {
-        pack_left(panels.get() + row * part_words, left.at(start, row), left.stride * 2, part,
-                  std::min(kStrip, rows - row), sums == nullptr ? nullptr : sums + row);
+  const std::unique_ptr<uint32_t[]> panels(new uint32_t[ceil_div(width, kRows) * kRows * ceil_div(most, 2)]);
+  Target to;
+  to.finish = swap ? Finish::kWideTransposed : Finish::kWide;
+  to.out = out;
+  to.stride = columns;
+  for (int64_t start = 0; start < depth; start += most, to.add = true) {
+    const int64_t part = std::min(most, depth - start), words = ceil_div(part, 2);
+    torch::stable::parallel_for(0, ceil_div(width, kStrip), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin * kStrip; row < std::min(width, end * kStrip); row += kStrip) {
+        pack_left(panels.get() + row * words, narrow.at(start, row), narrow.stride * 2, part,
+                  std::min(kStrip, width - row), swap ? nullptr : sums + row);
       }
     });
-    Matrix below = right;
-    below.data = right.at(start, 0);
-    Target to;
-    to.finish = Finish::kWide;
-    to.out = out;
-    to.stride = columns;
-    to.add = start > 0;
-    multiply({reinterpret_cast<const char*>(panels.get()), 0, true}, below, false, to, rows, part, columns);
+    Matrix below = wide;
+    below.data = wide.at(start, 0);
+    multiply({reinterpret_cast<const char*>(panels.get()), 0, true}, below, false, to, width, part,
+             swap ? rows : columns, swap ? sums : nullptr);
   }
 }
 
 #else
 
 bool has_bf16_products() { return false; }
-void multiply(const Left&, const Matrix&, bool, const Target&, int64_t, int64_t, int64_t) {}
+void multiply(const Left&, const Matrix&, bool, const Target&, int64_t, int64_t, int64_t, float*) {}
 void multiply_transposed(const Matrix&, const Matrix&, float*, float*, int64_t, int64_t, int64_t) {}
 
 #endif

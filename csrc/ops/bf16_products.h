@@ -36,12 +36,13 @@ struct Left {
   bool panels;
 };
 
-// What becomes of the sums. In all but kWide they are rounded to bf16.
+// What becomes of the sums. They are rounded to bf16, but kept in the last two.
 enum class Finish {
   kPlain,         // out = sum + bias
   kGelu,          // out = sum + bias; activated = gelu(out)
   kGeluBackward,  // out = sum * gelu'(before); activated = gelu(before)
   kWide,          // out, in fp32, = sum, or out + sum
+  kWideTransposed,  // the same of out's transpose
 };
 
 struct Target {
@@ -55,11 +56,12 @@ struct Target {
 };
 
 // left (rows, depth) times right (depth, columns), or, if transposed, times the transpose of right (columns, depth).
+// sums, unless null: (columns,), which the sums of right's columns are added to; right is bf16 then.
 void multiply(const Left& left, const Matrix& right, bool transposed, const Target& to, int64_t rows, int64_t depth,
-              int64_t columns);
+              int64_t columns, float* sums = nullptr);
 
-// out (rows, columns), fp32, = left^T right, for bf16 left (depth, rows) and right (depth, columns). sums, unless null:
-// (rows,), the sums of left's columns.
+// out (rows, columns), fp32, = left^T right, for bf16 left (depth, rows) and right (depth, columns). sums: (rows,), the
+// sums of left's columns.
 void multiply_transposed(const Matrix& left, const Matrix& right, float* out, float* sums, int64_t rows, int64_t depth,
                          int64_t columns);
 

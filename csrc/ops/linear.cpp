@@ -2,6 +2,7 @@
 // bias and GELU are done on the sums, GELU's gradient on those of the backward pass, and a bias's gradient is added up
 // where its layer's gradient is packed. Parameters may be fp32; their gradients are, always.
 
+#include <algorithm>
 #include <tuple>
 
 #include "bf16_products.h"
@@ -30,7 +31,7 @@ Tensor weights(const Tensor& tensor, const char* op, const char* name) {
 
 Left left_of(const Tensor& x) { return {static_cast<const char*>(x.data_ptr()), x.stride(0) / 2, false}; }
 
-Target to_bf16(Tensor& out, Finish finish = Finish::kPlain, const float* bias = nullptr) {
+Target target(Tensor& out, Finish finish = Finish::kPlain, const float* bias = nullptr) {
   Target to;
   to.finish = finish;
   to.out = out.data_ptr();
@@ -51,6 +52,28 @@ void backward(const Tensor& grad, const Tensor& weight, const Target& to) {
   multiply(left_of(grad), Matrix(weight), false, to, grad.size(0), weight.size(0), weight.size(1));
 }
 
+constexpr int64_t kDeep = 8192;  // what is summed at once; a vocabulary is larger, and its panels than the L2 cache
+
+// grad weight, (rows, in).
+Tensor backward(const Tensor& grad, const Tensor& weight) {
+  const int64_t rows = grad.size(0), out = weight.size(0), in = weight.size(1);
+  if (out <= kDeep) {
+    Tensor result = empty(grad, {rows, in}, ScalarType::BFloat16);
+    backward(grad, weight, target(result));
+    return result;
+  }
+  Tensor sums = empty(grad, {rows, in}, ScalarType::Float);
+  Target to = target(sums, Finish::kWide);
+  for (int64_t start = 0; start < out; start += kDeep / 4, to.add = true) {
+    Left left = left_of(grad);
+    left.data += start * 2;
+    Matrix below(weight);
+    below.data = below.at(start, 0);
+    multiply(left, below, false, to, rows, std::min(kDeep / 4, out - start), in);
+  }
+  return torch::stable::to(sums, ScalarType::BFloat16);
+}
+
 // Gradients of weight (out, in) and bias (out,).
 std::tuple<Tensor, Tensor> of_parameters(const Tensor& grad, const Tensor& x) {
   const int64_t out = grad.size(1), in = x.size(1);
@@ -68,7 +91,7 @@ Tensor linear_native_fwd(Tensor x, Tensor weight, std::optional<Tensor> bias) {
   x = words(x, kOp, "x", weight.size(1));
   if (bias.has_value()) bias = parameter(*bias, kOp, "bias", weight.size(0));
   Tensor out = empty(x, {x.size(0), weight.size(0)}, ScalarType::BFloat16);
-  forward(x, weight, to_bf16(out, Finish::kPlain, bias.has_value() ? static_cast<float*>(bias->data_ptr()) : nullptr));
+  forward(x, weight, target(out, Finish::kPlain, bias.has_value() ? static_cast<float*>(bias->data_ptr()) : nullptr));
   return out;
 }
 
@@ -80,10 +103,7 @@ Gradients linear_native_bwd(Tensor grad_out, Tensor x, Tensor weight, bool x_gra
   require(grad_out.size(0) == x.size(0), kOp, ": grad_out must have as many rows as x");
   Tensor grad_x = none(x, ScalarType::BFloat16), grad_weight = none(x, ScalarType::Float);
   Tensor grad_bias = none(x, ScalarType::Float);
-  if (x_gradient) {
-    grad_x = empty(x, {x.size(0), x.size(1)}, ScalarType::BFloat16);
-    backward(grad_out, weight, to_bf16(grad_x));
-  }
+  if (x_gradient) grad_x = backward(grad_out, weight);
   if (weight_gradient) std::tie(grad_weight, grad_bias) = of_parameters(grad_out, x);
   return {grad_x, grad_weight, grad_bias};
 }
@@ -106,12 +126,12 @@ std::tuple<Tensor, Tensor> feed_forward_native_fwd(Tensor x, Tensor weight_in, T
   bias_in = parameter(bias_in, kFeedForward, "bias_in", inner);
   bias_out = parameter(bias_out, kFeedForward, "bias_out", width);
   Tensor h = empty(x, {rows, inner}, ScalarType::BFloat16), activated = empty(x, {rows, inner}, ScalarType::BFloat16);
-  Target to = to_bf16(h, Finish::kGelu, static_cast<float*>(bias_in.data_ptr()));
+  Target to = target(h, Finish::kGelu, static_cast<float*>(bias_in.data_ptr()));
   to.activated = bf16(activated);
   forward(x, weight_in, to);
   Tensor out = empty(x, {rows, width}, ScalarType::BFloat16);
   forward(words(activated, kFeedForward, "h", inner), weight_out,
-          to_bf16(out, Finish::kPlain, static_cast<float*>(bias_out.data_ptr())));
+          target(out, Finish::kPlain, static_cast<float*>(bias_out.data_ptr())));
   return {out, h};
 }
 
@@ -125,17 +145,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_native_bwd(Tenso
   require(grad_out.size(0) == rows && h.size(0) == rows, kFeedForward, ": grad_out and h must have as many rows as x");
   Tensor grad_h = empty(x, {rows, inner}, ScalarType::BFloat16);
   Tensor activated = empty(x, {rows, inner}, ScalarType::BFloat16);
-  Target to = to_bf16(grad_h, Finish::kGeluBackward);
+  Target to = target(grad_h, Finish::kGeluBackward);
   to.before = bf16(h);
   to.activated = bf16(activated);
   backward(grad_out, weight_out, to);
   Tensor grad_x = none(x, ScalarType::BFloat16), grad_in = none(x, ScalarType::Float);
   Tensor bias_in = none(x, ScalarType::Float), bias_out = none(x, ScalarType::Float);
   Tensor grad_weight_out = none(x, ScalarType::Float);
-  if (x_gradient) {
-    grad_x = empty(x, {rows, x.size(1)}, ScalarType::BFloat16);
-    backward(grad_h, weight_in, to_bf16(grad_x));
-  }
+  if (x_gradient) grad_x = backward(grad_h, weight_in);
   if (weight_gradient) {
     std::tie(grad_weight_out, bias_out) = of_parameters(grad_out, activated);
     std::tie(grad_in, bias_in) = of_parameters(grad_h, x);

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from maelm_fast import native
 from maelm_fast.ops import dispatch
+from maelm_fast.ops.reference import linear as reference
 from maelm_fast.ops.registration import describe
 
 _FAST = native.has("linear", "cpu") and torch.ops.maelm_fast.has_bf16_products()
@@ -32,7 +32,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: st
         "reference": dispatch.always,
     }
     if dispatch.pick("linear", backend, x.device, able) == "reference":
-        return F.linear(x, weight, bias)
+        return reference.linear(x, weight, bias)
     rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
     out: Tensor = torch.ops.maelm_fast.linear_native_fwd(rows, weight, bias)
     return out.view(*x.shape[:-1], out.shape[-1])

@@ -42,6 +42,7 @@ ELSEWHERE = {
     "attention": ("flash", "torch", "xformers", "flex"),
     "linear": ("native",),
     "feed_forward": ("native",),
+    "masked_cross_entropy": ("native",),
 }
 FP32_KERNEL = dispatch.triton_installed() and DEVICE == "cpu"
 NO_FP32_KERNEL = "triton is not installed" if DEVICE == "cpu" else "on a GPU attention's kernel takes no fp32"
