@@ -301,7 +301,7 @@ void tile(const uint32_t* left, int64_t stride, const uint32_t* panel, int64_t w
     for (auto& s : of_row) s = _mm512_setzero_ps();
   }
   for (int64_t word = 0; word < words; ++word, panel += kColumns) {
-    if (kPanels) __builtin_prefetch(left + (word + kAhead) * kRows);
+    __builtin_prefetch(kPanels ? left + (word + kAhead) * kRows : left + (kRows + word % kRows) * stride + word);
     __m512bh right[kVectors];
     for (int j = 0; j < kVectors; ++j) right[j] = pairs_of(_mm512_load_si512(panel + 16 * j));
 #pragma GCC unroll 8
