@@ -120,11 +120,11 @@ def test_every_site_of_the_encoder_has_dropout_of_its_own(decoder: str, monkeypa
 
         return call
 
-    for name in ("embed_packed", "attention", "add_norm"):
+    for name in ("embed_packed", "attention", "add_norm_twice"):
         monkeypatch.setattr(ops, name, spied(name))
     model = build(decoder=decoder, dropout=0.2).train()
     model(batch_for(model, [20, 7]), dropout_seed=1)
-    layer = ["attention", "add_norm", "add_norm"]
+    layer = ["attention", "add_norm_twice", "add_norm_twice"]
     assert [name for name, _ in drawn] == ["embed_packed", *layer * SMALL.num_layers]
     assert len({place for _, place in drawn}) == len(drawn)
 
