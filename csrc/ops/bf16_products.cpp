@@ -6,12 +6,8 @@
 #include <algorithm>
 #include <memory>
 
+#include "cpu.h"
 #include "index.h"
-
-#if defined(__x86_64__) && (defined(__clang__) || __GNUC__ >= 10)
-#define MAELM_BF16_PRODUCTS
-#include <cpuid.h>
-#endif
 
 namespace maelm {
 namespace {
@@ -24,18 +20,9 @@ constexpr int64_t kStrip = 128;                                   // columns tha
 
 }  // namespace
 
-#ifdef MAELM_BF16_PRODUCTS
+#ifdef __x86_64__
 
-bool has_bf16_products() {
-  static const bool has = [] {
-    __builtin_cpu_init();
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    const bool amx = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1);
-    return !amx && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
-  }();
-  return has;
-}
+bool fast_bf16_products() { return has_bf16_products() && !has_amx(); }
 
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16"))), apply_to = function)
@@ -445,7 +432,7 @@ void multiply_transposed(const Matrix& left, const Matrix& right, float* out, fl
 
 #else
 
-bool has_bf16_products() { return false; }
+bool fast_bf16_products() { return false; }
 void multiply(const Left&, const Matrix&, bool, const Target&, int64_t, int64_t, int64_t, float*) {}
 void multiply_transposed(const Matrix&, const Matrix&, float*, float*, int64_t, int64_t, int64_t) {}
 

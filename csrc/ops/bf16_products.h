@@ -14,8 +14,8 @@
 
 namespace maelm {
 
-// Whether this CPU has the instructions, and is no faster with others (AMX, which oneDNN uses).
-bool has_bf16_products();
+// Whether this CPU has the instructions, and is no faster with others: AMX, which PyTorch's oneDNN uses.
+bool fast_bf16_products();
 
 // (rows, columns) of fp32 or bf16; columns lie side by side.
 struct Matrix {

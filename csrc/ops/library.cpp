@@ -37,9 +37,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(maelm_fast, library) {
   library.def(
       "attention_native_bwd(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor? line, "
       "Tensor q_starts, Tensor k_starts, Tensor q_positions, Tensor k_positions, bool line_gradient, float scale, "
-      "float dropout_p, Tensor? seed, int place) -> "
-      "(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_line)");
-  library.def("has_bf16_products() -> bool");
+      "float dropout_p, Tensor? seed, int place, int stacked) -> (Tensor[] gradients, Tensor grad_line)");
+  library.def("fast_bf16_products() -> bool");
   library.def("linear_native_fwd(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   library.def(
       "linear_native_bwd(Tensor grad_out, Tensor x, Tensor weight, bool x_gradient, bool weight_gradient) -> "

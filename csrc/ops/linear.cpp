@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "bf16_products.h"
+#include "cpu.h"
 
 namespace maelm {
 namespace {
@@ -164,7 +165,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> feed_forward_native_bwd(Tenso
 }  // namespace maelm
 
 STABLE_TORCH_LIBRARY_IMPL(maelm_fast, CompositeExplicitAutograd, library) {
-  library.impl("has_bf16_products", TORCH_BOX(&maelm::has_bf16_products));
+  library.impl("fast_bf16_products", TORCH_BOX(&maelm::fast_bf16_products));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(maelm_fast, CPU, library) {

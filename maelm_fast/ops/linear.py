@@ -17,7 +17,7 @@ from maelm_fast.ops import dispatch
 from maelm_fast.ops.reference import linear as reference
 from maelm_fast.ops.registration import describe
 
-_FAST = native.has("linear", "cpu") and torch.ops.maelm_fast.has_bf16_products()
+_FAST = native.has("linear", "cpu") and torch.ops.maelm_fast.fast_bf16_products()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
