@@ -16,6 +16,7 @@ from maelm_fast.finetuning import tasks
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import TaskData, read_task
 from maelm_fast.finetuning.fingerprint import data_fingerprint, deciding, digest
+from maelm_fast.finetuning.tables import HubUnreachable
 from maelm_fast.finetuning.tasks import Task
 from maelm_fast.paper.grids import Grid
 from maelm_fast.paper.prompting.fewshot import SPLIT_SEEDS, FewShotConfig, base_config
@@ -156,7 +157,8 @@ def find_tasks(
     with `one` only the first task that is there. files: of the tasks whose files are not plainly named.
 
     A task that none of them has, or has in order, is left out with the reason; the plan and the report name it.
-    Raises UserError if not one task is there, or if one whose files were named is not read."""
+    Raises UserError if not one task is there, if one whose files were named is not read, or without a network for the
+    hub."""
     data: dict[str, TaskData] = {}
     left_out: dict[str, str] = {}
     for name in names:
@@ -167,6 +169,8 @@ def find_tasks(
         for source in sources:
             try:
                 read = read_task(tasks.get(name), source, named.train, named.validation)
+            except HubUnreachable:
+                raise
             except UserError as error:
                 reasons[source] = str(error)
             else:

@@ -215,6 +215,7 @@ class _Several(Processes):
     def watch(self, directory: Path) -> None:
         self.from_main(lambda: self.watcher.clear(directory))
         self.watcher.directory = directory
+        self.watcher.beat()  # one that dies before the first is due was seen all the same
 
     def at(self, phase: str, step: int | None = None) -> None:
         self.watcher.at(phase, step)
