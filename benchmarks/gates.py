@@ -35,6 +35,7 @@ PLAIN = BackendConfig(
     embed_packed="reference",
     attention="reference",
     add_norm="reference",
+    linear="reference",
     feed_forward="reference",
     scatter_to_decoder="reference",
     masked_cross_entropy="reference",

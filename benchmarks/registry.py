@@ -126,6 +126,15 @@ def _add_norm_inputs(s: Setting) -> Inputs:
     return {"x": s.activation(*rows), "residual": s.activation(*rows), **s.norm(), **_dropped(s)}
 
 
+def _linear_inputs(s: Setting) -> Inputs:
+    """Of a block's widest projection: queries, keys and values."""
+    return {
+        "x": s.activation(s.visible, s.width),
+        "weight": s.parameter(3 * s.width, s.width).to(s.dtype),
+        "bias": s.parameter(3 * s.width).to(s.dtype),
+    }
+
+
 def _feed_forward_inputs(s: Setting) -> Inputs:
     return {
         "x": s.activation(s.visible, s.width),
@@ -235,6 +244,7 @@ ENTRIES = {
             ("encoder_out", "mask_embedding", "position_table", *_NORM),
             lambda s: (s.bytes(s.visible + s.slots), s.bytes(3 * s.visible + 2 * s.slots)),
         ),
+        Entry("linear", _linear_inputs, ("x", "weight", "bias")),
         Entry("feed_forward", _feed_forward_inputs, ("x", "weight_in", "bias_in", "weight_out", "bias_out")),
         Entry(
             "masked_cross_entropy",

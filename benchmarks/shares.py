@@ -28,7 +28,8 @@ PATTERNS = {
     "optimizer": r"optimizer\.|adam|_foreach_|multi_tensor_apply|vector_norm|clip_grad",
     "loss": r"cross_?entropy|log_?softmax|nll_?loss",
     "attention": r"attention|attn|sdpa|flash_(fwd|bwd)|fmha|softmax|bmm|keep_weights|spread_?line",
-    "gemm": r"(add|::|_)mm(_|\b)|addmm|\bmmbackward|::linear|linearbackward|gem[mv]|cutlass|nvjet|xmma|cublas",
+    "gemm": r"(add|::|_)mm(_|\b)|addmm|\bmmbackward|(::|_)linear|linearbackward|feed_forward_native"
+    r"|gem[mv]|cutlass|nvjet|xmma|cublas",
     "norm": r"layer_?norm|add_?norm|embed|scatter_to_decoder|_run_pieces|_joined_runs",
     "gelu": r"gelu|feed_forward",
     "dropout": r"dropout|bernoulli",  # what is fused with a norm is the norm's
@@ -37,6 +38,7 @@ _CLASSES = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in PATTER
 _FUSED = re.compile(
     r"(triton_(poi|red|per|for)|cpp)_fused_"
 )  # torch.compile's loops, named after what is fused in them
+_FORWARD = "GeneratedBackwardFor_"  # torch.library's name for the call that makes a backward node
 _SCOPES = ("attention", "optimizer")
 _ANNOTATION = re.compile(r"ProfilerStep|Torch-Compiled Region|## Call")
 
@@ -57,7 +59,8 @@ def event_class(chain: Iterable[str]) -> str:
     names = list(chain)
     kinds = [kind for kind in map(class_of, names) if kind is not None]
     kind = next((scope for scope in _SCOPES if scope in kinds), kinds[0] if kinds else "other")
-    if kind == "gemm" and not any(class_of(name) == "gemm" and "ackward" not in name for name in names[:2]):
+    own = [name.removeprefix(_FORWARD) for name in names[:2]]
+    if kind == "gemm" and not any(class_of(name) == "gemm" and "ackward" not in name for name in own):
         return "other"
     return kind
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention_bf16.h"
+#include "cpu.h"
 
 namespace maelm {
 namespace {

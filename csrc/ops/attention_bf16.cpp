@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 
 #ifdef __x86_64__
@@ -32,11 +31,6 @@ inline int64_t block_rows(int64_t rows, int64_t width) {
   const int64_t fit = kBlockBytes / 2 / width / kTileRows * kTileRows;
   const int64_t most = std::clamp<int64_t>(fit, kTileRows, kMostRows);
   return ceil_div(ceil_div(rows, ceil_div(rows, most)), kTileRows) * kTileRows;
-}
-
-bool allowed() {
-  const char* limit = std::getenv("ATEN_CPU_CAPABILITY");
-  return limit == nullptr || std::strcmp(limit, "avx512") == 0;
 }
 
 // What both passes of a thread go by: where the biases of a sequence's keys lie, what dropout keeps, and the scores of a
@@ -217,17 +211,6 @@ class Backward {
 
 }  // namespace
 
-bool has_avx512() {
-  static const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && allowed();
-  return has;
-}
-
-bool has_bf16_products() {
-  static const bool has = has_avx512() && __builtin_cpu_supports("avx512bf16");
-  return has;
-}
-
 void bf16_forward(const Call& call, const Tensor& out, const Tensor& lse) {
   const int64_t dim = call.dim, total_queries = call.q.size(0);
   auto* statistics = static_cast<float*>(lse.data_ptr());
@@ -280,8 +263,6 @@ std::vector<double> bf16_backward(const Call& call, const BackwardTensors& tenso
   return each_backward<Backward>(call, tensors, line_width);
 }
 #else
-bool has_avx512() { return false; }
-bool has_bf16_products() { return false; }
 void bf16_forward(const Call&, const Tensor&, const Tensor&) {}
 std::vector<double> bf16_backward(const Call&, const BackwardTensors&, int64_t) { return {}; }
 #endif

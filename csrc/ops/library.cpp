@@ -38,6 +38,18 @@ STABLE_TORCH_LIBRARY_FRAGMENT(maelm_fast, library) {
       "attention_native_bwd(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor? line, "
       "Tensor q_starts, Tensor k_starts, Tensor q_positions, Tensor k_positions, bool line_gradient, float scale, "
       "float dropout_p, Tensor? seed, int place, int stacked) -> (Tensor[] gradients, Tensor grad_line)");
+  library.def("fast_bf16_products() -> bool");
+  library.def("linear_native_fwd(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  library.def(
+      "linear_native_bwd(Tensor grad_out, Tensor x, Tensor weight, bool x_gradient, bool weight_gradient) -> "
+      "(Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
+  library.def(
+      "feed_forward_native_fwd(Tensor x, Tensor weight_in, Tensor bias_in, Tensor weight_out, Tensor bias_out) -> "
+      "(Tensor out, Tensor h)");
+  library.def(
+      "feed_forward_native_bwd(Tensor grad_out, Tensor x, Tensor h, Tensor weight_in, Tensor weight_out, "
+      "bool x_gradient, bool weight_gradient) -> (Tensor grad_x, Tensor grad_weight_in, Tensor grad_bias_in, "
+      "Tensor grad_weight_out, Tensor grad_bias_out)");
   library.def(
       "keep_weights_native_fwd(Tensor rows, int heads, int columns, float p, Tensor seed, int place, ScalarType dtype) "
       "-> Tensor");

@@ -251,13 +251,27 @@ def _try_scatter(backend: str, device: str) -> None:
     out.sum().backward()
 
 
-def _try_feed_forward(backend: str, device: str) -> None:
+def _linear_inputs(backend: str, device: str) -> tuple[Any, Any, Any]:
     import torch
 
+    x, _, bias = _norm_inputs(device)
+    if backend in ("native", "auto") and device == "cpu":
+        x = x.bfloat16()  # what the compiled products take; auto's answer is that for bf16
+        bias = bias.bfloat16()
+    return x, torch.randn(64, 64, device=device, dtype=x.dtype), bias
+
+
+def _try_linear(backend: str, device: str) -> None:
     from maelm_fast import ops
 
-    x, _, bias = _norm_inputs(device)
-    weight = torch.randn(64, 64, device=device)
+    x, weight, bias = _linear_inputs(backend, device)
+    ops.linear(x, weight, bias, backend=backend).sum().backward()
+
+
+def _try_feed_forward(backend: str, device: str) -> None:
+    from maelm_fast import ops
+
+    x, weight, bias = _linear_inputs(backend, device)
     ops.feed_forward(x, weight, bias, weight, bias, backend=backend).sum().backward()
 
 
@@ -308,6 +322,7 @@ _SMALL_CALLS: dict[str, Callable[[str, str], None]] = {
     "embed_packed": _try_embed,
     "attention": _try_attention,
     "add_norm": _try_add_norm,
+    "linear": _try_linear,
     "feed_forward": _try_feed_forward,
     "scatter_to_decoder": _try_scatter,
     "masked_cross_entropy": _try_loss,

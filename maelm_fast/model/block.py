@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maelm_fast import ops
@@ -63,13 +62,13 @@ class Attention(nn.Module):
         """x: (Tq, d). memory: (Tk, d), what is attended to; x itself if None. Returns (Tq, d)."""
         d = x.shape[-1]
         if memory is None:
-            q, k, v = unstack(self.qkv(x).view(-1, 3, *self.heads))
+            q, k, v = unstack(ops.linear(x, self.qkv.weight, self.qkv.bias).view(-1, 3, *self.heads))
         else:
-            q = F.linear(x, self.qkv.weight[:d], self.qkv.bias[:d]).view(-1, *self.heads)
-            projected = F.linear(memory, self.qkv.weight[d:], self.qkv.bias[d:])
+            q = ops.linear(x, self.qkv.weight[:d], self.qkv.bias[:d]).view(-1, *self.heads)
+            projected = ops.linear(memory, self.qkv.weight[d:], self.qkv.bias[d:])
             k, v = unstack(projected.view(-1, 2, *self.heads))
         mixed: Tensor = ops.attention(q, k, v, layout, bias, **dropout.arguments)
-        out: Tensor = self.out(mixed.reshape(x.shape))
+        out: Tensor = ops.linear(mixed.reshape(x.shape), self.out.weight, self.out.bias)
         return out
 
 

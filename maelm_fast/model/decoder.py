@@ -42,7 +42,9 @@ class Decoder(nn.Module):
         self.num_heads, self.resets_mask = own.num_heads, config.decoder_resets_mask
 
     def _project(self, rows: Tensor) -> Tensor:
-        return rows if self.projection is None else self.projection(rows)
+        if self.projection is None:
+            return rows
+        return ops.linear(rows, self.projection.weight, self.projection.bias)
 
     def _input(self, rows: Tensor, source: Tensor, positions: Tensor, mask_embedding: Tensor) -> Tensor:
         """rows: (R, w), already projected. mask_embedding: (d,), not yet. Returns (N, w)."""

@@ -42,8 +42,10 @@ class Head(nn.Module):
         self.vocabulary_bias = nn.Parameter(torch.empty(config.table_size))
 
     def transform(self, x: Tensor) -> Tensor:
-        x = ops.layer_norm(F.gelu(self.dense(x)), self.norm.weight, self.norm.bias, self.norm.eps)
-        return x if self.out is None else self.out(x)
+        x = ops.layer_norm(
+            F.gelu(ops.linear(x, self.dense.weight, self.dense.bias)), self.norm.weight, self.norm.bias, self.norm.eps
+        )
+        return x if self.out is None else ops.linear(x, self.out.weight)
 
     def loss(self, x: Tensor, table: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return ops.masked_cross_entropy(

@@ -10,6 +10,7 @@ from maelm_fast.ops.dispatch import backends, set_backends
 from maelm_fast.ops.embed_packed import embed_packed
 from maelm_fast.ops.feed_forward import feed_forward
 from maelm_fast.ops.layouts import PaddedLayout, layout_from_boundaries, layout_from_mask, repad, unpad
+from maelm_fast.ops.linear import linear
 from maelm_fast.ops.mask_and_pack import mask_and_pack
 from maelm_fast.ops.masked_cross_entropy import masked_cross_entropy
 from maelm_fast.ops.reference.dropout import dropout
@@ -32,6 +33,7 @@ __all__ = [
     "layer_norm",
     "layout_from_boundaries",
     "layout_from_mask",
+    "linear",
     "mask_and_pack",
     "masked_cross_entropy",
     "masked_logits",

@@ -1,7 +1,7 @@
 """feed_forward(): two projections with an exact GELU between them, keeping only the input and the first product.
 
 The Triton backend leaves the products to cuBLAS; its kernels do bias and GELU, and in the backward pass make the GELU
-again together with its gradient and the bias's.
+again together with its gradient and the bias's. The native one does all of that on the products' sums (linear.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from maelm_fast.ops import dispatch
+from maelm_fast.ops.linear import compute_dtype, native_reasons
 from maelm_fast.ops.reference import feed_forward as reference
 from maelm_fast.ops.registration import custom_op, describe
 from maelm_fast.ops.row_sums import row_sums_of
@@ -23,32 +24,31 @@ def feed_forward(
     """F.linear(F.gelu(F.linear(x, weight_in, bias_in)), weight_out, bias_out), with the exact (erf) GELU.
 
     x: (T, d), T may be 0. weight_in: (f, d). bias_in: (f,). weight_out: (d, f). bias_out: (d,). Returns (T, d) in x's
-    dtype; under autocast, as F.linear does, in autocast's. The triton backend does not round between bias and GELU.
+    dtype; under autocast, as F.linear does, in autocast's. The triton backend does not round between bias and GELU, the
+    native one not between product and bias.
 
-    backend: "triton", "reference" or "auto". Raises UserError if the named one cannot run."""
+    backend: "triton", "native", "reference" or "auto". Raises UserError if the named one cannot run."""
     name = dispatch.pick(
         "feed_forward",
         backend,
         x.device,
         {
             "triton": lambda: dispatch.triton_reasons(x, weight_in, bias_in, weight_out, bias_out),
+            "native": lambda: native_reasons("feed_forward", x, weight_in, bias_in, weight_out, bias_out),
             "reference": dispatch.always,
         },
     )
     if name == "reference":
         return reference.feed_forward(x, weight_in, bias_in, weight_out, bias_out)
+    if name == "native":
+        out: Tensor = torch.ops.maelm_fast.feed_forward_native_fwd(
+            x.to(torch.bfloat16), weight_in, bias_in, weight_out, bias_out
+        )[0]
+        return out
     if torch.is_autocast_enabled(x.device.type):  # the weights too when x is narrow already: the backward op has none
         x, weight_in, weight_out = (t.to(compute_dtype(x)) for t in (x, weight_in, weight_out))
     y: Tensor = _forward(x, weight_in, bias_in, weight_out, bias_out)[0]
     return y
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which F.linear would multiply x: its own, or autocast's, which leaves fp64 alone."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return x.dtype
 
 
 @custom_op("feed_forward_triton_fwd")
@@ -110,5 +110,27 @@ def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor, ...]:
     return dx, dw_in, db_in.to(bias_in.dtype), dw_out, db_out.to(ctx.bias_out_dtype)
 
 
+def _fake_native_bwd(
+    grad: Tensor, x: Tensor, h: Tensor, weight_in: Tensor, weight_out: Tensor, x_gradient: bool, weight_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    (f, d), out = weight_in.shape, weight_out.shape[0]
+    shapes = ((f, d), (f,), (out, f), (out,)) if weight_gradient else ((0,),) * 4
+    a, b, c, e = (h.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    return x.new_empty(x.shape if x_gradient else 0), a, b, c, e
+
+
+def _native_backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    x, h, weight_in, bias_in, weight_out = ctx.saved_tensors
+    x_wanted, *wanted = ctx.needs_input_grad
+    grad_x, *gradients = torch.ops.maelm_fast.feed_forward_native_bwd(
+        grad, x, h, weight_in, weight_out, x_wanted, any(wanted)
+    )
+    dtypes = (weight_in.dtype, bias_in.dtype, weight_out.dtype, ctx.bias_out_dtype)
+    parameters = zip(gradients, dtypes, wanted, strict=True)
+    return (grad_x if x_wanted else None, *(g.to(dtype) if asked else None for g, dtype, asked in parameters))
+
+
 describe("feed_forward_triton_fwd", _fake_fwd, _setup_context, _backward)
 describe("feed_forward_triton_bwd", _fake_bwd)
+describe("feed_forward_native_fwd", _fake_fwd, _setup_context, _native_backward)
+describe("feed_forward_native_bwd", _fake_native_bwd)

@@ -2,7 +2,8 @@
 
 The gradients are made in the forward pass, where a chunk's logits exist: they are written over the logits, and two
 matrix products take them to the inputs. The whole (M, V) never exists, and the backward pass only scales. The chunk
-loop is one for all backends; what differs is who turns logits into gradients: a Triton kernel or plain PyTorch.
+loop is one for all backends; what differs is who turns logits into gradients, a Triton kernel or plain PyTorch, and who
+multiplies: native is the chunked backend with linear()'s products.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from maelm_fast.errors import UserError
 from maelm_fast.ops import dispatch
-from maelm_fast.ops.feed_forward import compute_dtype
+from maelm_fast.ops.linear import compute_dtype, native_reasons
 from maelm_fast.ops.reference import masked_cross_entropy as reference
 from maelm_fast.ops.registration import custom_op, describe
 
@@ -45,8 +46,8 @@ def masked_cross_entropy(
     256 MiB of logits exist at once on a GPU, 64 MiB on a CPU, and from the forward pass to the backward pass the
     gradients, which include one fp32 table.
 
-    backend: "triton", "chunked" (the same in plain PyTorch, any device), "reference" or "auto". Raises UserError if the
-    named one cannot run or the shapes do not fit together."""
+    backend: "triton", "native" (bf16 on some CPUs), "chunked" (plain PyTorch, any device), "reference" or "auto".
+    Raises UserError if the named one cannot run or the shapes do not fit together."""
     rows, width = hidden.shape[0], table.shape[0]
     if labels.shape != (rows,) or bias.shape != (width,) or not 0 < vocab_size <= width:
         shapes = ", ".join(f"{tuple(t.shape)}" for t in (hidden, table, bias, labels))
@@ -60,6 +61,7 @@ def masked_cross_entropy(
         hidden.device,
         {
             "triton": lambda: dispatch.triton_reasons(hidden, table, bias),
+            "native": lambda: native_reasons("linear", hidden, table, bias),
             "chunked": dispatch.always,
             "reference": dispatch.always,
         },
@@ -68,7 +70,7 @@ def masked_cross_entropy(
         return reference.masked_cross_entropy(hidden, table, bias, labels, vocab_size=vocab_size, z_loss=z_loss)
     grad = torch.is_grad_enabled() and (hidden.requires_grad or table.requires_grad or bias.requires_grad)
     loss, correct, *_ = _forward(
-        hidden, table, bias, labels, vocab_size, float(z_loss), compute_dtype(hidden), grad, name == "triton"
+        hidden, table, bias, labels, vocab_size, float(z_loss), compute_dtype(hidden), grad, name
     )
     return loss, correct
 
@@ -125,7 +127,7 @@ def _fake(
     z_loss: float,
     dtype: torch.dtype,
     grad: bool,
-    triton: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The results, unwritten: loss, correct, and the gradients of hidden, table and bias (empty without `grad`)."""
     wide, device = torch.promote_types(dtype, torch.float32), hidden.device
@@ -148,32 +150,44 @@ def _forward(
     z_loss: float,
     dtype: torch.dtype,
     grad: bool,
-    triton: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     loss_rows_ = _plain_loss_rows_
-    if triton:
+    if backend == "triton":
         from maelm_fast.kernels.masked_cross_entropy import loss_rows_
     rows, width = hidden.shape[0], table.shape[0]
-    results = _fake(hidden, table, bias, labels, vocab_size, z_loss, dtype, grad, triton)
+    results = _fake(hidden, table, bias, labels, vocab_size, z_loss, dtype, grad, backend)
     loss, correct, grad_hidden, grad_table, grad_bias = results
     for zeroed in (loss, correct, grad_bias):
         zeroed.zero_()
     if rows == 0:
         grad_table.zero_()
-    hidden, table, bias, labels = hidden.to(dtype), table.to(dtype), bias.contiguous(), labels.int().contiguous()
+    native = backend == "native"  # its products take the table as it is
+    hidden, bias, labels = hidden.to(dtype), bias.contiguous(), labels.int().contiguous()
+    table = table if native else table.to(dtype)
     step = _chunk_rows(rows, width * dtype.itemsize, hidden.device.type)
-    logits = torch.empty(min(rows, step), width, dtype=dtype, device=hidden.device)
+    logits = torch.empty(0 if native else min(rows, step), width, dtype=dtype, device=hidden.device)
     for start in range(0, rows, step):
         part = slice(start, min(rows, start + step))
-        chunk = torch.mm(hidden[part], table.t(), out=logits[: part.stop - start])
+        x = hidden[part]
+        if native:
+            chunk = torch.ops.maelm_fast.linear_native_fwd(x, table, None)
+        else:
+            chunk = torch.mm(x, table.t(), out=logits[: part.stop - start])
         losses, hits = loss_rows_(chunk, bias, labels[part], vocab_size, z_loss, grad)
         loss += losses.sum()
         correct += hits.sum()
-        if grad:
+        if not grad:
+            continue
+        if native:
+            grad_hidden[part], of_table, of_bias = torch.ops.maelm_fast.linear_native_bwd(chunk, x, table, True, True)
+            grad_table = of_table if start == 0 else grad_table.add_(of_table)
+            grad_bias += of_bias
+        else:
             torch.mm(chunk, table, out=grad_hidden[part])
-            _add_product(grad_table, chunk.t(), hidden[part], fresh=start == 0)
+            _add_product(grad_table, chunk.t(), x, fresh=start == 0)
             grad_bias += chunk.sum(0, dtype=grad_bias.dtype)
-    return results
+    return loss, correct, grad_hidden, grad_table, grad_bias
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -31,12 +31,19 @@ ALTERNATIVES = {
     "embed_packed": ("triton", "native"),
     "attention": ("triton", "native", "grouped"),
     "add_norm": ("triton", "native"),
+    "linear": (),
     "feed_forward": ("triton",),
     "scatter_to_decoder": ("native",),
     "masked_cross_entropy": ("triton", "chunked"),
 }
-# These refuse dropout and most run on a GPU only: tests/ops/test_attention_backends.py tests them.
-ELSEWHERE = {"attention": ("flash", "torch", "xformers", "flex")}
+# These refuse dropout and most run on a GPU only, or compute in bf16 only: tests/ops/test_attention_backends.py and
+# test_linear.py test them.
+ELSEWHERE = {
+    "attention": ("flash", "torch", "xformers", "flex"),
+    "linear": ("native",),
+    "feed_forward": ("native",),
+    "masked_cross_entropy": ("native",),
+}
 FP32_KERNEL = dispatch.triton_installed() and DEVICE == "cpu"
 NO_FP32_KERNEL = "triton is not installed" if DEVICE == "cpu" else "on a GPU attention's kernel takes no fp32"
 SWAPS = [(op, name) for op, names in ALTERNATIVES.items() for name in names]
@@ -99,7 +106,7 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch: pyte
         presets.get("tiny"),
         model={"hidden_size": 32, "num_heads": 1, "ffn_size": 64, "num_layers": 1, "dropout": 0.1, "vocab_size": 300},
     )
-    kernels = {op: "triton" for op in (*ALTERNATIVES, "mask_and_pack") if op != "scatter_to_decoder"}
+    kernels = {op: "triton" for op in (*ALTERNATIVES, "mask_and_pack") if op not in ("scatter_to_decoder", "linear")}
     model = MaeLm(config.model).to(DEVICE).train()
     vocabulary = Vocabulary(300, 299, (0, 1, 2, 3, 299))
     with ops.backends(**kernels), torch.autocast(DEVICE, torch.bfloat16):
