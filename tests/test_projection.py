@@ -186,7 +186,11 @@ def test_ceilings_are_rates_of_a_steps_products(
 ) -> None:
     """Every call counts as a millisecond."""
     monkeypatch.setitem(ceilings.COPY_BYTES, "cpu", 1 << 20)
-    monkeypatch.setattr(ceilings, "turns", lambda calls, device, rounds: [[1e-3 for _ in [call()]] for call in calls])
+
+    def turns(calls: dict[str, Any], device: str, rounds: int) -> Any:
+        return {name: [1e-3 for _ in [call()]] for name, call in calls.items()}, {}
+
+    monkeypatch.setattr(ceilings, "turns", turns)
     out = tmp_path / "ceilings.jsonl"
     arguments = ["--device", "cpu", "--precision", "fp32", "--models", "tiny", "--batch", "2", "--seq", "64"]
     assert ceilings.main([*arguments, "--rounds", "1", "--out", str(out)]) == 0

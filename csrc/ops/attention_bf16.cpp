@@ -27,11 +27,11 @@ constexpr int64_t kMostRows = 192;  // of a block of the backward pass
 // different sets of the caches.
 inline int64_t spread(int64_t width, int64_t of_line) { return (ceil_div(width, of_line) | 1) * of_line; }
 
-// Rows of a block of `width` keys in words of two rows each, in blocks that are nearly alike: an even number.
+// Rows of a block of `width` keys in words of two rows each: whole tiles, in blocks that are nearly alike.
 inline int64_t block_rows(int64_t rows, int64_t width) {
   const int64_t fit = kBlockBytes / 2 / width / kTileRows * kTileRows;
   const int64_t most = std::clamp<int64_t>(fit, kTileRows, kMostRows);
-  return ceil_div(ceil_div(rows, ceil_div(rows, most)), 2) * 2;
+  return ceil_div(ceil_div(rows, ceil_div(rows, most)), kTileRows) * kTileRows;
 }
 
 bool allowed() {
@@ -152,7 +152,11 @@ class Backward {
       write_bf16(to_k.row(j), key_sums_ + j * dim, dim, call_.scale);
       write_bf16(to_v.row(j), value_sums_ + j * dim, dim, call_.dropout.scale());
     }
-    for (int i = 0; i < 4 && line != nullptr; ++i) call_.distances.fold(by_distance_ + i * stride, line);
+    if (line == nullptr) return;
+    for (int64_t i = 0; i < stride; ++i) {
+      by_distance_[i] += by_distance_[stride + i] + by_distance_[2 * stride + i] + by_distance_[3 * stride + i];
+    }
+    call_.distances.fold(by_distance_, line);
   }
 
  private:
@@ -170,9 +174,9 @@ class Backward {
     bf16_product<false, false>(height, width, dim / 2, up.row(first), up.stride, values_t_ + panels, panel, slopes_,
                                words);
     for (int64_t r = 0; r < height; r += 2, at += words) {
-      QueryRow pair[2];
-      for (int i = 0; i < 2; ++i) pair[i] = query(seen, s, h, first + r + i, r + i, r + i < height, words, halves, i);
-      bf16_gradients(pair, seen.count, call_.scale, call_.dropout.scale(), tiles_.spans(seen), lines,
+      const QueryRow one = query(seen, s, h, first + r, r, true, words, halves, 0);
+      const QueryRow other = query(seen, s, h, first + r + 1, r + 1, r + 1 < height, words, halves, 1);
+      bf16_gradients(one, other, seen.count, call_.scale, call_.dropout.scale(), tiles_.spans(seen), lines,
                      weight_words_ + at, gradient_words_ + at);
     }
     const int64_t pairs = ceil_div(call_.keys(s), 2);

@@ -240,40 +240,50 @@ MAELM_BF16 MAELM_INLINE __m512i words_of(__m512 low, __m512 high) {
   return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(high, low));
 }
 
+// What the products of a query with the 16 keys from `key` on become, in place: weights; and the upstream gradient's with
+// their values: slopes, which are added to `sums` by weight. Returns the weights as dropout leaves them.
+MAELM_BF16 MAELM_INLINE __m512 weights_and_slopes(const QueryRow& query, int64_t key, int64_t keys, __m512 scale,
+                                                  __m512 dropout_scale, const Span* spans, __m512& sums) {
+  const __m512 score = score_of(query.products, key, scale, spans, query.bias);
+  const __m512 weight = _mm512_maskz_mov_ps(lanes_of(keys - key), exponential(score, _mm512_set1_ps(query.lse)));
+  const __mmask16 kept = lanes_kept(query.bits, key);
+  const __m512 slope = _mm512_maskz_mul_ps(kept, _mm512_loadu_ps(query.slopes + key), dropout_scale);
+  sums = _mm512_fmadd_ps(weight, slope, sums);
+  _mm512_storeu_ps(query.products + key, weight);
+  _mm512_storeu_ps(query.slopes + key, slope);
+  return _mm512_maskz_mov_ps(kept, weight);
+}
+
+// The gradients of those keys' scores; mean: of the slopes, by weight.
+MAELM_BF16 MAELM_INLINE __m512 scores_gradient(const QueryRow& query, int64_t key, __m512 mean, const Span* span) {
+  const __m512 slope = _mm512_sub_ps(_mm512_loadu_ps(query.slopes + key), mean);
+  const __m512 gradient = _mm512_mul_ps(_mm512_loadu_ps(query.products + key), slope);
+  const __m256bh halves = _mm512_cvtneps_pbh(gradient);
+  std::memcpy(query.gradient + key, &halves, sizeof(halves));
+  if (span != nullptr) add_back(*span, gradient, query.lines[key / 16 % 2]);
+  return gradient;
+}
+
 // Two queries' weights as dropout leaves them and the gradients of their scores, each (padded(keys),) words of the two;
 // the gradients also query by query. lines: whether the biases' gradient is wanted.
-MAELM_BF16 inline void bf16_gradients(const QueryRow (&queries)[2], int64_t keys, float scale, float dropout_scale,
-                                      const Span* spans, bool lines, uint32_t* weight_words, uint32_t* gradient_words) {
+MAELM_BF16 inline void bf16_gradients(const QueryRow& first, const QueryRow& second, int64_t keys, float scale,
+                                      float dropout_scale, const Span* spans, bool lines, uint32_t* weight_words,
+                                      uint32_t* gradient_words) {
+  const QueryRow a = first, b = second;  // copies, which no store can change
   const __m512 by = _mm512_set1_ps(scale), kept_by = _mm512_set1_ps(dropout_scale);
-  __m512 sums[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  __m512 sums_a = _mm512_setzero_ps(), sums_b = _mm512_setzero_ps();
   for (int64_t key = 0; key < keys; key += 16) {
-    __m512 left[2];
-    for (int i = 0; i < 2; ++i) {
-      const QueryRow& query = queries[i];
-      const __m512 score = score_of(query.products, key, by, spans, query.bias);
-      const __m512 weight = _mm512_maskz_mov_ps(lanes_of(keys - key), exponential(score, _mm512_set1_ps(query.lse)));
-      const __mmask16 kept = lanes_kept(query.bits, key);
-      const __m512 slope = _mm512_maskz_mul_ps(kept, _mm512_loadu_ps(query.slopes + key), kept_by);
-      sums[i] = _mm512_fmadd_ps(weight, slope, sums[i]);
-      _mm512_storeu_ps(query.products + key, weight);
-      _mm512_storeu_ps(query.slopes + key, slope);
-      left[i] = _mm512_maskz_mov_ps(kept, weight);
-    }
-    _mm512_storeu_si512(weight_words + key, words_of(left[0], left[1]));
+    const __m512 left_a = weights_and_slopes(a, key, keys, by, kept_by, spans, sums_a);
+    const __m512 left_b = weights_and_slopes(b, key, keys, by, kept_by, spans, sums_b);
+    _mm512_storeu_si512(weight_words + key, words_of(left_a, left_b));
   }
   // of the slopes: not from `out`, whose rounding would not cancel
-  const __m512 means[2] = {_mm512_set1_ps(_mm512_reduce_add_ps(sums[0])), _mm512_set1_ps(_mm512_reduce_add_ps(sums[1]))};
+  const __m512 mean_a = _mm512_set1_ps(_mm512_reduce_add_ps(sums_a));
+  const __m512 mean_b = _mm512_set1_ps(_mm512_reduce_add_ps(sums_b));
   for (int64_t key = 0; key < keys; key += 16) {
-    __m512 gradients[2];
-    for (int i = 0; i < 2; ++i) {
-      const QueryRow& query = queries[i];
-      const __m512 weight = _mm512_loadu_ps(query.products + key);
-      gradients[i] = _mm512_mul_ps(weight, _mm512_sub_ps(_mm512_loadu_ps(query.slopes + key), means[i]));
-      const __m256bh halves = _mm512_cvtneps_pbh(gradients[i]);
-      std::memcpy(query.gradient + key, &halves, sizeof(halves));
-      if (lines) add_back(spans[key / 16], gradients[i], query.lines[key / 16 % 2]);
-    }
-    _mm512_storeu_si512(gradient_words + key, words_of(gradients[0], gradients[1]));
+    const Span* span = lines ? spans + key / 16 : nullptr;
+    const __m512 gradient_a = scores_gradient(a, key, mean_a, span), gradient_b = scores_gradient(b, key, mean_b, span);
+    _mm512_storeu_si512(gradient_words + key, words_of(gradient_a, gradient_b));
   }
 }
 

@@ -244,7 +244,7 @@ class _Beside(Processes):
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _FLIGHT_RECORDER = {
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # collectives, of which each rank writes a file when one times out
+    "TORCH_FR_BUFFER_SIZE": "2000",  # collectives, of which each rank writes a file when one times out
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
 

@@ -344,6 +344,30 @@ def test_a_process_that_raises_says_so_once_and_ends_all(
     assert "Traceback" not in output
 
 
+@pytest.mark.parametrize("what", ["the store's hash", "optim.lr"])
+def test_processes_that_were_started_otherwise_are_refused(
+    what: str, store: Path, document_store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A copy of the store on each machine, and one is another; an option that one machine's command lacks."""
+
+    def starts() -> None:
+        other = os.environ["RANK"] == "1"
+        data = document_store if other and what != "optim.lr" else store
+        lr = 1e-3 if other and what == "optim.lr" else 3e-3
+        try:
+            asked = config(optim={"lr": lr}, runtime={"workers": int(other)})
+            pretrain("tiny", asked, str(data), str(tmp_path / "run"), several=True)
+        except UserError as error:
+            print(f"error: {error}", flush=True)
+            sys.exit(2)
+
+    together(2, starts, codes=(2, 2))
+    errors = re.findall("^error: .*", capfd.readouterr().out, re.MULTILINE)
+    assert len(errors) == 1
+    assert re.match(rf"error: rank 1: {what} is .* here, but .* for rank 0: start all .* the same command", errors[0])
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_is_saved_when_torchrun_is_killed(store: Path, tmp_path: Path) -> None:
     """And ends: a start that finds it alive would be refused."""
     out, (ended_there, lives) = tmp_path / "run", os.pipe()
