@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ from maelm_fast.errors import UserError
 from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.flops import training_flops
 from maelm_fast.model.maelm import MaeLm
-from maelm_fast.ops import dispatch
+from maelm_fast.ops import dispatch, stacked
 
 FULL = (64,) * 24
 KERNELS = dict.fromkeys(("attention", "add_norm", "embed_packed", "feed_forward", "masked_cross_entropy"), "triton")
@@ -130,7 +131,8 @@ def test_bytes_of_row_kernels_are_those_of_their_tensors(name: str, dropout: flo
 @pytest.mark.parametrize("name", MODELS)
 def test_everything_else_is_that_of_a_step(name: str) -> None:
     """In fp32. Products to the FLOP; additions, copies and sums to 2% of their bytes, since vectors are left out."""
-    step, recorder = traced(of(name), 4, kernels=False)
+    with mock.patch.object(stacked, "stack_of", return_value=None):  # as of attention that does not write them so
+        step, recorder = traced(of(name), 4, kernels=False)
     counted = [c for c in step.costs() if c.kind == "gemm" and c.op != "vocabulary projection"]
     assert sum(c.flops * c.launches for c in counted) == recorder.flops
     beside = "gradients of q, k, v side by side"

@@ -100,7 +100,7 @@ def test_the_estimate_is_little_more_than_a_step_needs(
             return kept(model, queries, keys) + 2 * queries * model.ffn_size
 
         monkeypatch.setattr(memory, "block_bytes", with_gelu)
-    assert 1.0 < memory.sequence_bytes(config.model, config.masking, 64, 10) / ((more - few) / 8) < 1.15
+    assert 1.0 < memory.sequence_bytes(config.model, config.masking, 64, 10) / ((more - few) / 8) < 1.2
 
 
 @pytest.mark.parametrize(
