@@ -31,6 +31,7 @@ from maelm_fast.encoders import TextEncoder
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.batches import evaluation_batches, token_batch
 from maelm_fast.finetuning.examples import TaskData
+from maelm_fast.finetuning.fingerprint import Origin
 from maelm_fast.finetuning.problem import EVALUATION_TOKENS, Evaluation, autocast
 from maelm_fast.reporting import (
     GREY,
@@ -143,7 +144,8 @@ def results_rows(results: Sequence[Result], baselines: dict[str, dict[str, float
 
 def write_report(
     out: Path,
-    origin: dict[str, Any],
+    origin: Origin,
+    saved: str,
     data: TaskData,
     results: Sequence[Result],
     evaluation: Evaluation,
@@ -152,7 +154,7 @@ def write_report(
     after: LayerRanks,
     say: Callable[[str], None] = print,
 ) -> None:
-    """All files of this module's list, report.json last. origin: what was fine-tuned. evaluation, after: of the median
+    """All files of this module's list, report.json last. saved: how the model was. evaluation, after: of the median
     seed; before: of the encoder as it was. Pictures need matplotlib: without it that is said, and the rest written."""
     task = data.task
     ranks = {"inputs": before.inputs, "tokens": before.tokens, "before": before.ranks, "after": after.ranks}
@@ -161,7 +163,14 @@ def write_report(
         "title": task.title,
         "kind": task.kind,
         "metric": task.metric,
-        "model": {**origin, "name": results[0].encoder, "engine": results[0].engine},
+        "model": {
+            "path": origin.path,
+            "step": origin.step,
+            "random_init": origin.random_init,
+            "name": results[0].encoder,
+            "engine": results[0].engine,
+            "saved": saved,
+        },
         "data": {name: {"source": split.source, "examples": len(split)} for name, split in data.splits.items()},
         "notes": list(data.notes),
         "summary": summary(results),

@@ -144,7 +144,7 @@ def tasks(results: Results) -> list[str]:
                 task.metric,
                 _cut(results, task),
                 _files(of.train.source),
-                found.fingerprints[task.name],
+                found.fingerprint(task.name),
             ]
         )
         notes += [f"- {task.title}: {note}" for note in of.notes]

@@ -19,6 +19,7 @@ from maelm_fast.finetuning import report as module
 from maelm_fast.finetuning.batches import token_batch
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Answer, SpanExamples, TaskData
+from maelm_fast.finetuning.fingerprint import Origin
 from maelm_fast.finetuning.job import finetune, make_problem
 from maelm_fast.finetuning.problem import Evaluation
 from maelm_fast.finetuning.report import effective_ranks, median_of, summary
@@ -210,10 +211,10 @@ def test_many_classes_are_counted_but_neither_drawn_nor_printed(tmp_path: Path) 
         for i, (device, precision) in enumerate(places)
     ]
     found = Evaluation(metrics, [{"id": "0"}], {"confusion": {"validation": np.eye(count, dtype=int).tolist()}})
-    origin = {"path": "m", "step": None, "engine": "auto", "random_init": True, "saved": "yes"}
+    origin = Origin("m", None, "auto", True, "", "")
     ranks = module.LayerRanks(1, 3, [1, 2])
     told: list[str] = []
-    module.write_report(tmp_path, origin, data, results, found, {}, ranks, ranks, told.append)
+    module.write_report(tmp_path, origin, "yes", data, results, found, {}, ranks, ranks, told.append)
     text = (tmp_path / "REPORT.md").read_text()
     assert f"Of {count} classes: in report.json" in text
     assert "cpu in fp32, cuda in bf16." in text

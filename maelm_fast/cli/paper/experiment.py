@@ -7,7 +7,7 @@ not finished; see maelm_fast/paper/run.py for the files.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from maelm_fast.cli.common import option, parse
@@ -23,7 +23,7 @@ from maelm_fast.paper.cost import (
     rate_for,
     unit_cost,
 )
-from maelm_fast.paper.downstream import Files, assumed_tasks, find_tasks
+from maelm_fast.paper.downstream import assumed_tasks, find_tasks
 from maelm_fast.paper.plan import Cell, Plan, make_plan
 from maelm_fast.paper.report import FIGURE, REPORT, write_report
 from maelm_fast.paper.results import Results
@@ -115,18 +115,17 @@ def _with_tasks(plan: Plan, options: Options, only_shown: bool) -> Plan:
     experiment, amount = plan.experiment, plan.scale.downstream
     if experiment.use == "nothing":
         require(not options.tasks, f"{experiment.name} has no downstream part: leave out --tasks")
-    files = {name: Files() for name in experiment.tasks}
+    files: dict[str, dict[str, list[str]]] = {}
     for split in ("train", "validation"):
         for given in getattr(options, split):
             name, _, paths = given.partition("=")
             require(bool(options.tasks), f"--{split} names files of a task: give --tasks too")
             require(bool(paths), f"--{split} takes TASK=FILE or TASK=FILE,FILE, not '{given}'")
-            require(name in files, f"--{split} {given}: {experiment.name} has no task '{name}': {', '.join(files)}")
-            require(
-                not getattr(files[name], split),
-                f"--{split} names {name} twice: give its files with commas between them",
-            )
-            files[name] = replace(files[name], **{split: tuple(paths.split(","))})
+            known = ", ".join(experiment.tasks)
+            require(name in experiment.tasks, f"--{split} {given}: {experiment.name} has no task '{name}': {known}")
+            twice = split in files.setdefault(name, {})
+            require(not twice, f"--{split} names {name} twice: give its files with commas between them")
+            files[name][split] = paths.split(",")
     if options.tasks:
         return plan.with_tasks(find_tasks(experiment.tasks, options.tasks, amount, experiment.one_task, files))
     if experiment.tasks and plan.scale.name == "full" and only_shown:

@@ -15,7 +15,7 @@ from maelm_fast.errors import UserError
 from maelm_fast.finetuning.examples import Examples
 from maelm_fast.finetuning.metrics import guessed
 from maelm_fast.paper.catalogue import GLUE
-from maelm_fast.paper.prompting.run import STAGE, Mode, Plan, Question, Unit
+from maelm_fast.paper.prompting.plan import STAGE, Mode, Plan, Question, Unit
 from maelm_fast.paper.prompting.templates import TEMPLATES
 from maelm_fast.paper.scores import AVERAGE, averages
 from maelm_fast.paper.sweep_report import PrintedRow
@@ -53,7 +53,7 @@ def write_report(
 
 def _finished(plan: Plan, out: Path) -> Found:
     rows = {(row["key"], row["config"]): row for row in Ledger(out).rows() if row["stage"] == STAGE and "result" in row}
-    return [(unit, rows[unit.key, unit.config]["result"]) for unit in plan.units if (unit.key, unit.config) in rows]
+    return [(unit, rows[unit.title, unit.config]["result"]) for unit in plan.units if (unit.title, unit.config) in rows]
 
 
 def _rows(plan: Plan, found: Found, about: dict[str, dict[str, Any]]) -> Any:
@@ -63,7 +63,7 @@ def _rows(plan: Plan, found: Found, about: dict[str, dict[str, Any]]) -> Any:
     for question in plan.questions:
         rows += measured({"model": "majority class", "task": question.name}, _majority(question))
     for unit, result in found:
-        tokens = about[unit.model.label].get("label_tokens", {}).get(unit.question.name)
+        tokens = about[unit.model.label]["label_tokens"].get(unit.question.name)
         base: dict[str, Any] = {
             "model": unit.model.label,
             "task": unit.question.name,
@@ -142,7 +142,7 @@ def _explained(plan: Plan, found: Found, about: dict[str, dict[str, Any]]) -> li
         rows.append([question.data.task.title, f"`{question.template.text}`", words])
     lines += table(["Task", "Template", "Label words"], rows)
     for label, model in about.items():
-        handled = f", [MASK] in the {model['mask_in']}" if "mask_in" in model else ""
+        handled = f", [MASK] in the {model['mask_in']}" if model["mask_in"] else ""
         lines.append(f"- {label}: {model['engine']}{handled}")
     lines += ["", "## How this was measured", ""]
     if set(plan.modes) != {"zero-shot"}:
@@ -176,7 +176,7 @@ def _explained(plan: Plan, found: Found, about: dict[str, dict[str, Any]]) -> li
             names = unit.question.data.task.labels
             given = [name for i, name in enumerate(names) if any(row[i] for row in matrix)]
             if len(given) == 1:
-                lines += [f"- {unit.key}, {split}: the model answers '{given[0]}' to everything"]
+                lines += [f"- {unit.title}, {split}: the model answers '{given[0]}' to everything"]
     if missing := len(plan.units) - len(found):
         lines += [f"- {missing} of {len(plan.units)} units are not finished yet."]
     return lines
