@@ -8,13 +8,16 @@ reads, masks and packs only its own micro-batches.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import math
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
@@ -123,28 +126,79 @@ class TrainingBatches(Dataset["list[PackedBatch] | list[RaggedBatch]"]):
 def training_updates(
     batches: TrainingBatches, first: int, last: int, workers: int, pin_memory: bool
 ) -> Iterator[Update]:
-    """Updates first .. last-1. Raises UserError on a damaged store or a token outside the vocabulary."""
+    """Updates first .. last-1. Raises UserError on a damaged store, a token outside the vocabulary, or if a loader
+    process dies."""
     context = multiprocessing.get_context("spawn")
     ended = context.RawValue(ctypes.c_bool, False)
     end = functools.partial(setattr, ended, "value", True)
     atexit.register(end)  # this may never be closed: an exception's traceback keeps it from that
+    loader = DataLoader(
+        _Travelling(batches),
+        sampler=range(first, last),
+        batch_size=None,
+        num_workers=workers,
+        prefetch_factor=2 if workers else None,
+        multiprocessing_context=context if workers else None,
+        worker_init_fn=functools.partial(_leave_signals_to_the_trainer, ended),
+        pin_memory=pin_memory,
+    )
     try:
-        for update in DataLoader(
-            _Travelling(batches),
-            sampler=range(first, last),
-            batch_size=None,
-            num_workers=workers,
-            prefetch_factor=2 if workers else None,
-            multiprocessing_context=context if workers else None,
-            worker_init_fn=functools.partial(_leave_signals_to_the_trainer, ended),
-            pin_memory=pin_memory,
-        ):
+        for update in _from_processes(loader) if workers else loader:
             if isinstance(update, UserError):
                 raise update
             yield update
     finally:
         end()
         atexit.unregister(end)
+
+
+def _from_processes(loader: DataLoader[Update | UserError]) -> Iterator[Update | UserError]:
+    """What the loader's processes send. When one dies, torch's handler of SIGCHLD raises an error wherever the main
+    thread is, in a save say: here, only while an update is waited for."""
+    others = set(multiprocessing.active_children())
+    updates = iter(loader)
+    processes = set(multiprocessing.active_children()) - others
+    raises = signal.getsignal(signal.SIGCHLD)
+    try:
+        while True:
+            try:
+                with _handling_sigchld(raises):
+                    _check_alive(processes)
+                    update = next(updates, None)
+            except (RuntimeError, OSError, EOFError):  # of the handler, or of a tensor that was on its way
+                for process in processes:
+                    process.join(1.0)  # its files are closed a moment before it has a status
+                _check_alive(processes)
+                raise
+            if update is None:
+                return
+            yield update
+    finally:
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGCHLD, raises)
+
+
+@contextlib.contextmanager
+def _handling_sigchld(handler: Any) -> Iterator[None]:
+    """Afterwards nobody does. Outside the main thread, where nobody can, it changes nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGCHLD, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def _check_alive(processes: Iterable[BaseProcess]) -> None:
+    for process in processes:
+        if (code := process.exitcode) is not None:
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"lost with status {code}"
+            raise UserError(
+                f"a loader process was {how}; the same command resumes from the last save; if memory or /dev/shm is "
+                "short, lower runtime.workers"
+            )
 
 
 class _Travelling(Dataset["Update | UserError"]):

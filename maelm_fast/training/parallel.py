@@ -9,8 +9,11 @@ Words: the processes are numbered by their rank, 0 to world - 1; rank 0, the mai
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
+import signal
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -122,7 +125,7 @@ class _Several(Processes):
         try:
             store, self.rank, self.world = next(rendezvous("env://", timeout=timeout))
             store = untouched(store, self.rank, self.world, timeout.total_seconds())
-            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "cpu:gloo"
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world, timeout=timeout)
         except (ValueError, RuntimeError) as error:
             text = " ".join(str(error).split())
@@ -238,6 +241,7 @@ class _Beside(Processes):
         return values
 
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _FLIGHT_RECORDER = {
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # collectives, of which each rank writes a file when one times out
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
@@ -250,7 +254,11 @@ def processes(runtime: RuntimeConfig, several: bool = True) -> Iterator[Processe
     the end of the block.
 
     A UserError in one process ends all: it is raised in the first one that has one, with its rank, and the others exit
-    with status 2 and say nothing. A process that has gone, or that hangs for runtime.parallel.timeout_s, is one too."""
+    with status 2 and say nothing. A process that has gone, or that hangs for runtime.parallel.timeout_s, is one too.
+
+    If torchrun itself is killed, its processes get SIGTERM: the run is saved, and free for the next start."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if not several or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Processes(choose_device(runtime))
         return

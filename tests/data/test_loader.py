@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
 import subprocess
@@ -170,6 +171,17 @@ def test_a_trainer_that_fails_ends(store: Path, tmp_path: Path) -> None:
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=HANG)
     assert run.returncode == 1
     assert run.stderr.endswith("ArithmeticError\n"), run.stderr
+
+
+def test_a_loader_process_that_dies_is_one_line_when_its_update_is_asked_for(store: Path) -> None:
+    """Not before: torch would raise wherever the trainer is, in a save say."""
+    updates = training_updates(batches(TokenStore.open(store), 8, 8), 0, 1000, workers=1, pin_memory=False)
+    next(updates)
+    (process,) = multiprocessing.active_children()
+    process.kill()
+    os.waitid(os.P_PID, process.pid or 0, os.WEXITED | os.WNOWAIT)  # it has a status, which torch can look at
+    with pytest.raises(UserError, match=r"^a loader process was killed by SIGKILL; the same command resumes [^\n]*$"):
+        list(updates)
 
 
 class OneRow(torch.utils.data.Dataset):

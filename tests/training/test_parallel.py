@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -34,13 +35,15 @@ from maelm_fast.masking import Masker, Vocabulary
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training import heartbeat
 from maelm_fast.training.heartbeat import Watch
+from maelm_fast.training.job import pretrain
 from maelm_fast.training.parallel import Processes, processes, untouched
 from maelm_fast.training.rundir import RunDir
 from maelm_fast.training.step import check_recordable
-from tests.processes import together
-from tests.training.processes import main, run
-from tests.training.test_run import SEED, rows
-from tests.waiting import HANG
+from maelm_fast.training.trainer import Trainer
+from tests.processes import ended, started, together
+from tests.training.cases import main, run, seen
+from tests.training.test_run import SEED, config, rows
+from tests.waiting import HANG, wait_until
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY = Vocabulary(300, 299, (0, 1, 2, 3, 299))
@@ -257,7 +260,7 @@ def torchrun(count: int, plan: str, *options: str) -> tuple[int, str]:
     """Its exit status and what all printed."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count), *options]
     done = subprocess.run(
-        [*launch, str(ROOT / "tests" / "training" / "processes.py"), plan],
+        [*launch, str(ROOT / "tests" / "training" / "cases.py"), plan],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -293,8 +296,7 @@ def by_one(there: dict[str, Any], out: Path) -> Path:
 
 def assert_alike(run: Path, whole: Path) -> None:
     """The same samples and masks, each once; equal hits; losses within 1e-5."""
-    seen, expected = (json.loads(out.with_suffix(".seen").read_text()) for out in (run, whole))
-    assert seen == expected
+    assert seen(run) == seen(whole)
     mine, theirs = rows(run), rows(whole)
     assert [(row["kind"], row["step"]) for row in mine] == [(row["kind"], row["step"]) for row in theirs]
     for a, b in zip(mine, theirs, strict=True):
@@ -340,6 +342,35 @@ def test_a_process_that_raises_says_so_once_and_ends_all(
     output = "".join(capfd.readouterr())
     assert re.findall("^error: .*", output, re.MULTILINE) == ["error: rank 1: a damaged shard"]
     assert "Traceback" not in output
+
+
+def test_a_run_is_saved_when_torchrun_is_killed(store: Path, tmp_path: Path) -> None:
+    """And ends: a start that finds it alive would be refused."""
+    out, (ended_there, lives) = tmp_path / "run", os.pipe()
+
+    def torchrun() -> None:
+        os.environ["TORCHELASTIC_RUN_ID"] = "none"
+        started(1, orphaned)[0].join()
+
+    def orphaned() -> None:
+        update, parent = Trainer.update, os.getppid()
+
+        def third(self: Trainer, *rest: Any) -> Any:
+            if self.progress.step == 2:
+                os.kill(parent, signal.SIGKILL)
+                wait_until(lambda: os.getppid() != parent)
+            return update(self, *rest)
+
+        Trainer.update = third  # type: ignore[method-assign]
+        pretrain("tiny", config(), str(store), str(out), several=True)
+
+    (agent,) = started(1, torchrun)
+    os.close(lives)
+    assert ended([agent]) == (-signal.SIGKILL,)
+    assert os.read(ended_there, 1) == b""
+    os.close(ended_there)
+    assert RunDir(out).steps() == [2, 3]
+    assert not (out / ".lock").exists()
 
 
 @pytest.mark.slow

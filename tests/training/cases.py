@@ -1,9 +1,9 @@
 """What torchrun starts for test_parallel.py: runs, one after another, in one group of processes.
 
-python -m torch.distributed.run --nproc-per-node N tests/training/processes.py PLAN.json
+python -m torch.distributed.run --nproc-per-node N tests/training/cases.py PLAN.json
 
 A plan is a timeout and a list of cases: the arguments of `pretrain`, a strategy, what is to go wrong where. Beside each
-run, RUN.seen holds every micro-batch that a process computed: [update, place in it, digest of its tensors].
+run, RUN.seen holds a line for every micro-batch that a process began: update, place in it, digest of its tensors.
 """
 
 from __future__ import annotations
@@ -27,12 +27,21 @@ from maelm_fast.training.trainer import MaeLm, Trainer
 from tests.training.test_run import config
 
 
+def seen_file(run: str | Path) -> Path:
+    return Path(f"{run}.seen")
+
+
+def seen(run: str | Path) -> list[str]:
+    """In the order of updates and places."""
+    return sorted(seen_file(run).read_text().splitlines())
+
+
 class Watched(contextlib.ExitStack):
     """Inside, Trainer.update notes what it is given, and goes wrong as the case says: {"hang": [rank, update]}."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         super().__init__()
-        self.seen: list[tuple[int, int, str]] = []
+        self.file = seen_file(case["out"])
         self.wrong = {what: tuple(place) for what, place in case.get("wrong", {}).items()}
         self.place = (-1, -1)
         self._update, self._forward = Trainer.update, MaeLm.forward
@@ -50,10 +59,13 @@ class Watched(contextlib.ExitStack):
     def update(self, trainer: Trainer, micro_batches: Any) -> Any:
         step, group = trainer.progress.step, trainer.processes
         self.place = group.rank, step
+        lines = ""
         for i, batch in enumerate(micro_batches):
             if batch.decoder.lengths:
                 content = b"".join(tensor.numpy().tobytes() for tensor in batch.tensors)
-                self.seen.append((step, group.rank + i * group.world, hashlib.sha256(content).hexdigest()))
+                lines += f"{step} {group.rank + i * group.world} {hashlib.sha256(content).hexdigest()}\n"
+        with open(self.file, "ab", buffering=0) as file:
+            file.write(lines.encode())  # at once, since others write it too
         for what, place in self.wrong.items():
             if place == self.place and what in WRONG and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
                 WRONG[what]()
@@ -84,18 +96,13 @@ WRONG = {
 
 def run(group: Processes, case: dict[str, Any]) -> None:
     group.strategy, out = case["strategy"], case["out"]
-    with Watched(case) as watched:
+    with Watched(case):
         try:
             job.pretrain("tiny", config(**case["sections"]), case["store"], out)
         except Stopped as stopped:
             said = f"rank {group.rank} stopped after {stopped.step} with status {stopped.code}\n"
             sys.stdout.write(said)  # at once: print may write the line and its end apart, between those of others
             sys.stdout.flush()
-    everything = group.everyone(watched.seen)
-    if group.is_main:
-        file = Path(out + ".seen")
-        before = json.loads(file.read_text()) if file.exists() else []
-        file.write_text(json.dumps(sorted([*before, *(list(entry) for seen in everything for entry in seen)])))
 
 
 def main(plan: str) -> int:
