@@ -20,11 +20,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,14 +35,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.measure import append_rows, environment, quartiles, transformers_version
-from benchmarks.report_step import spread
+from benchmarks.measure import Failed, environment, quartiles, ratios, transformers_version
+from benchmarks.program import Parser, count, record, several, start
+from benchmarks.report_ops import TRAINERS
+from benchmarks.rows import Row
 from maelm_fast import presets
 from maelm_fast.config import require
 from maelm_fast.data.corpus import embedded_corpus
 from maelm_fast.data.tokenizer import train_tokenizer
 from maelm_fast.encoders import PackedEncoder, load_encoder, padded, padded_places, seeded
-from maelm_fast.errors import UserError
 from maelm_fast.export.huggingface import export
 from maelm_fast.export.library import quiet, set_dropout
 from maelm_fast.finetuning.batches import token_batch
@@ -55,7 +57,6 @@ from maelm_fast.finetuning.tasks import custom, get
 from maelm_fast.training.rundir import LoadedRun, RunRecord, vocabulary_of
 from maelm_fast.training.trainer import build_model
 
-CONTESTANTS = ("ours", "hf", "hf_grouped")
 GATE = 1e-4  # largest difference of logits, which are of order 1
 WORDS = (1, 1, 2, 3, 4, 5, 7, 9, 12, 15, 21, 26, 35, 52)
 AT = (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
@@ -140,7 +141,8 @@ class Comparison:
         mask = padded(torch.ones_like(batch.ids), places, shape, 0)
         with torch.no_grad():
             difference = (ours(batch) - theirs(input_ids=ids, attention_mask=mask).logits).abs().max().item()
-        require(difference < GATE, f"the two models differ by {difference:.1e} in their logits: nothing is timed")
+        if not difference < GATE:  # no number fails too
+            raise Failed(f"gate: the two models differ by {difference:.1e} in their logits: nothing is timed")
         return float(difference)
 
     def _ours(self, seed: int) -> Outcome:
@@ -213,19 +215,19 @@ class Comparison:
         return Outcome(len(self.problem.train) * config.epochs / seconds, np.asarray(logits).argmax(-1))
 
 
-def compare(comparison: Comparison, names: Sequence[str], rounds: int, told: Callable[[str], None]) -> Iterator[dict]:
+def compare(comparison: Comparison, names: Sequence[str], rounds: int) -> Iterator[Row]:
     """A row per contestant."""
     difference = comparison.gate()
-    told(f"gate: logits differ by at most {difference:.1e}")
     outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
-    for seed in range(rounds):
-        for name in names:
-            outcomes[name].append(comparison.run(name, seed))
-            last = outcomes[name][-1]
-            told(f"round {seed + 1}: {name}: {last.examples_per_s:,.1f} examples/s, {comparison.metric(last):.1f}")
+    for seed, name in itertools.product(range(rounds), names):
+        outcomes[name].append(one := comparison.run(name, seed))
+        print(
+            f"  round {seed + 1}: {name}: {one.examples_per_s:,.1f} examples/s, {comparison.metric(one):.1f}",
+            flush=True,
+        )
     lengths, config = comparison.problem.train.lengths, comparison.config
-    device = comparison.device.type
-    shared = environment(device) | {
+    speeds = {name: [outcome.examples_per_s for outcome in found] for name, found in outcomes.items()}
+    shared = environment(comparison.device.type) | {
         "date": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "transformers": transformers_version(),
         "precision": comparison.precision,
@@ -245,79 +247,49 @@ def compare(comparison: Comparison, names: Sequence[str], rounds: int, told: Cal
         "metric": comparison.data.task.metric,
     }
     for name in names:
-        own = [outcome.examples_per_s for outcome in outcomes[name]]
-        ratios = {
-            other: quartiles([mine / theirs.examples_per_s for mine, theirs in zip(own, outcomes[other], strict=True)])
-            for other in names
-            if other != name
+        yield shared | {
+            "contestant": name,
+            "examples_per_s": quartiles(speeds[name]),
+            "ratios": ratios(speeds, name),
+            "results": [round(comparison.metric(outcome), 2) for outcome in outcomes[name]],
         }
-        results = [round(comparison.metric(outcome), 2) for outcome in outcomes[name]]
-        yield {**shared, "contestant": name, "examples_per_s": quartiles(own), "ratios": ratios, "results": results}
 
 
-def shown(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    first = rows[0]
-    yield (
-        f"{first['task']}: {first['examples']:,} examples of {first['mean_length']} tokens on average, batches of "
-        f"{first['batch']}, {first['layers']} layers of {first['hidden_size']}, {first['precision']} on "
-        f"{first['device']}, {first['threads']} threads, load {first['load']}"
+def run(options: argparse.Namespace) -> None:
+    names = options.contestants
+    require(names[0] == "ours", f"--contestants: {', '.join(TRAINERS)}; ours comes first")
+    config = FinetuneConfig(
+        lr=options.lr,
+        epochs=1,
+        batch_size=options.batch,
+        dropout=options.dropout,
+        device=options.device,
+        precision=options.precision,
     )
-    yield f"{'':12}{'examples/s':>28}{'ours over it':>24}   {first['metric']} on the development set"
-    for row in rows:
-        over = rows[0]["ratios"].get(row["contestant"])
-        results = ", ".join(f"{value:g}" for value in row["results"])
-        yield f"{row['contestant']:12}{spread(row['examples_per_s'], ',.1f'):>28}{spread(over, '.2f'):>24}   {results}"
+    if options.data:
+        data = read_task(get(options.task), options.data, limit=options.examples)
+    else:
+        data = sentences(options.examples)
+    with tempfile.TemporaryDirectory() as scratch:
+        model = options.model or Path(scratch) / f"roberta_{options.shape}"
+        if options.model is None:
+            write_model(options.shape, model)
+        record("finetune", compare(Comparison(model, data, config), names, options.rounds), options.out)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.finetune", description=(__doc__ or "").splitlines()[0])
+    parser = Parser("finetune", __doc__, rounds=3, device="cpu", precision=True)
     add = parser.add_argument
     add("--shape", default="tiny", help="preset whose encoder's dimensions a model with random weights gets")
     add("--model", type=Path, help="a RoBERTa or MPNet directory instead")
     add("--task", default="sst2")
     add("--data", help="where the task's files are (default: sentences of SST-2's lengths, made up)")
-    add("--examples", type=int, default=1600, help="trained on in a round")
-    add("--rounds", type=int, default=3)
-    add("--batch", type=int, default=32)
+    add("--examples", type=count, default=1600, help="trained on in a round")
+    add("--batch", type=count, default=32)
     add("--lr", type=float, default=3e-4)
     add("--dropout", type=float, default=0.1)
-    add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--precision", choices=("auto", "fp32", "bf16"), default="auto")
-    add("--contestants", default=",".join(CONTESTANTS))
-    add("--out", type=Path, help="result file to append to")
-    options = parser.parse_args(arguments)
-    try:
-        names = options.contestants.split(",")
-        unknown = [name for name in names if name not in CONTESTANTS]
-        require(not unknown and names[0] == "ours", f"contestants are {', '.join(CONTESTANTS)}; ours comes first")
-        require(options.rounds >= 1 and options.examples >= 1, "--rounds and --examples must be at least 1")
-        config = FinetuneConfig(
-            lr=options.lr,
-            epochs=1,
-            batch_size=options.batch,
-            dropout=options.dropout,
-            device=options.device,
-            precision=options.precision,
-        )
-        data = (
-            read_task(get(options.task), options.data, limit=options.examples)
-            if options.data
-            else sentences(options.examples)
-        )
-        with tempfile.TemporaryDirectory() as scratch:
-            model = options.model or Path(scratch) / f"roberta_{options.shape}"
-            if options.model is None:
-                write_model(options.shape, model)
-            rows = list(
-                compare(Comparison(model, data, config), names, options.rounds, lambda line: print(line, flush=True))
-            )
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(shown(rows)))
-    if options.out:
-        append_rows(options.out, rows)
-    return 0
+    add("--contestants", type=several(*TRAINERS), default=list(TRAINERS))
+    return start(parser, run, arguments)
 
 
 if __name__ == "__main__":

@@ -58,16 +58,14 @@ def place(row: Row) -> str:
     return "gpu" if row["device"].startswith(GPU) else "cpu"
 
 
-def judged(what: str, value: float | None, least: float, stretch: float | None = None) -> str:
-    verdict = "not measured" if value is None else "met" if value >= least else "not met"
+def judged(what: str, value: float | None, limit: float, stretch: float | None = None, at_most: bool = False) -> str:
+    """limit: the least that is good; at_most: the most."""
+    verdict = (
+        "not measured" if value is None else "met" if (value <= limit if at_most else value >= limit) else "not met"
+    )
     if value is not None and stretch is not None and value >= stretch:
         verdict = f"met, and {stretch:,g}"
-    return f"{what}>= {least:,g}: {verdict}"
-
-
-def judged_below(what: str, value: float | None, most: float) -> str:
-    verdict = "not measured" if value is None else "met" if value <= most else "not met"
-    return f"{what}<= {most:,g}: {verdict}"
+    return f"{what}{'<=' if at_most else '>='} {limit:,g}: {verdict}"
 
 
 BASE, ROBERTA = ("base", "base_compiled"), ("roberta_base", "roberta_base_compiled")

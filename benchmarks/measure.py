@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from datetime import UTC, datetime
@@ -110,6 +110,17 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
     return {"median": round(middle, 4), "q1": round(low, 4), "q3": round(high, 4)}
 
 
+def ratios(taken: Mapping[str, Sequence[float]], name: str, inverse: bool = False) -> dict[str, dict[str, float]]:
+    """By the others' names, the quartiles of `name`'s rates over theirs, round by round. inverse: what is given are
+    seconds, not rates."""
+    sign = -1 if inverse else 1
+    return {
+        other: quartiles([(mine / its) ** sign for mine, its in zip(taken[name], rates, strict=True)])
+        for other, rates in taken.items()
+        if other != name
+    }
+
+
 def environment(device: str) -> dict[str, Any]:
     """What a reader needs to judge the numbers. load: runnable processes over the last minute, ours included."""
     return {
@@ -127,12 +138,6 @@ def transformers_version() -> str | None:
         return metadata.version("transformers")
     except metadata.PackageNotFoundError:
         return None
-
-
-def cpu_note(device: str) -> str | None:
-    if device == "cuda" or cpu_has_bf16():
-        return None
-    return "this CPU has no bf16 matrix instructions; fp32 is the precision to train in here, for every contestant"
 
 
 class Joules:

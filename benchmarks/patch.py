@@ -36,19 +36,18 @@ from torch import Tensor, nn
 
 from benchmarks.contestants import CLIP_NORM, LR
 from benchmarks.gates import TOLERANCE
-from benchmarks.measure import Failed, append_rows, cpu_note, distance, environment, quartiles, transformers_version
+from benchmarks.measure import Failed, distance, environment, quartiles, ratios, transformers_version
 from benchmarks.peers import PAD_ID, hugging_face_roberta
-from benchmarks.report_ops import PATCHED, patch_tables
+from benchmarks.program import Parser, count, precision_of, record, several, start
+from benchmarks.report_ops import PATCHED, STOCK
+from benchmarks.rows import Row
 from maelm_fast import native, presets
-from maelm_fast.config import RuntimeConfig, require
+from maelm_fast.config import require
 from maelm_fast.data.prepare import PrepareConfig, prepare
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.data.tokenizer import BOS, EOS
-from maelm_fast.errors import UserError
 from maelm_fast.integrations.transformers.patch import patch, unpatch
-from maelm_fast.training.hardware import choose_precision
 
-CONTESTANTS = tuple(PATCHED)
 BATCH = {"paragraphs": 32, "documents": 8}
 LONGEST, SHORTEST, RATE, IGNORED = 512, 4, 0.15, -100
 AT = (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
@@ -175,19 +174,10 @@ def compare(
         for name in names:
             with as_contestant(comparison.model, name):
                 taken[name].append(comparison.step(batch))
-    taken = {name: turns[1:] for name, turns in taken.items()}
     tokens = [int(batch["attention_mask"].sum()) for batch in batches[1:]]
     slots = [batch["attention_mask"].numel() for batch in batches[1:]]
-
-    def ratios(name: str, clock: int) -> dict[str, dict[str, float]]:
-        return {
-            other: quartiles([theirs[clock] / mine[clock] for theirs, mine in zip(turns, taken[name], strict=True)])
-            for other, turns in taken.items()
-            if other != name
-        }
-
+    clock, busy = ({name: [turn[i] for turn in turns[1:]] for name, turns in taken.items()} for i in range(2))
     for name in names:
-        speed = quartiles([count / seconds for count, (seconds, _) in zip(tokens, taken[name], strict=True)])
         yield {
             **about,
             "mix": mix,
@@ -197,34 +187,24 @@ def compare(
             "rounds": len(tokens),
             "gate": losses,
             "contestant": name,
-            "tokens_per_s": speed,
-            "ratios": ratios(name, 0),
-            "cpu_ratios": ratios(name, 1) if comparison.device == "cpu" else None,
+            "tokens_per_s": quartiles([real / seconds for real, seconds in zip(tokens, clock[name], strict=True)]),
+            "ratios": ratios(clock, name, inverse=True),
+            "cpu_ratios": ratios(busy, name, inverse=True) if comparison.device == "cpu" else None,
         }
 
 
-def run(options: argparse.Namespace) -> None:
-    names, mixes = options.contestants.split(","), options.mixes.split(",")
-    require(set(mixes) <= set(BATCH), f"--mixes: {', '.join(BATCH)}, not {options.mixes}")
-    known = set(names) <= set(CONTESTANTS) and names[0] == "patched" and len(set(names)) == len(names)
-    require(known, f"--contestants: {', '.join(CONTESTANTS)}; patched comes first")
-    require(options.rounds >= 1, f"--rounds must be at least 1, not {options.rounds}")
+def rows(options: argparse.Namespace) -> Iterator[Row]:
     if options.device == "cpu" and (host := native.host()) is not None:
         host.keep_freed_memory()
-    if note := cpu_note(options.device):
-        print(note)
+    precision = precision_of(options)
     shape = {"num_layers": options.layers, "hidden_size": options.width, "num_heads": options.width // 64 or 1}
-    model = presets.change(
-        presets.get("roberta_base"),
-        model={**shape, "ffn_size": 4 * options.width, "vocab_size": options.vocab, "dropout": options.dropout}
-        | {"relative_bias": "none"},
-    ).model
-    texts = (
-        texts_of(options.data, options.longest, options.vocab)
-        if options.data
-        else made_up_texts(options.longest, options.vocab)
-    )
-    precision = choose_precision(RuntimeConfig(precision=options.precision), torch.device(options.device))
+    shape |= {"ffn_size": 4 * options.width, "vocab_size": options.vocab}
+    changes = {**shape, "dropout": options.dropout, "relative_bias": "none"}
+    model = presets.change(presets.get("roberta_base"), model=changes).model
+    if options.data:
+        texts = texts_of(options.data, options.longest, options.vocab)
+    else:
+        texts = made_up_texts(options.longest, options.vocab)
     torch.manual_seed(0)
     comparison = Comparison(hugging_face_roberta(model), precision, options.device)
     about = environment(options.device) | {
@@ -237,42 +217,32 @@ def run(options: argparse.Namespace) -> None:
         "dropout": model.dropout,
         "texts": "real" if options.data else "quantiles",
     }
-    for mix in mixes:
+    for mix in options.mixes:
         size = options.batch or BATCH[mix]
         made = [batch_of(texts[mix], size, options.vocab, seed) for seed in range(options.rounds + 1)]
         batches = [{name: x.to(options.device) for name, x in batch.items()} for batch in made]
-        rows = list(compare(comparison, names, mix, batches, about))
-        print("\n\n".join(table.text() for table in patch_tables(rows)), flush=True)
-        if options.out:
-            append_rows(options.out, rows)
+        yield from compare(comparison, options.contestants, mix, batches, about)
 
 
-def parser_of() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks.patch", description=(__doc__ or "").splitlines()[0])
-    add = parser.add_argument
-    add("--data", nargs="*", help="text files or directories (default: lengths as they were in 5 MB of text)")
-    add("--mixes", default=",".join(BATCH))
-    add("--contestants", default="patched,sdpa,eager", help=f"of {', '.join(CONTESTANTS)}")
-    add("--batch", type=int, help=f"texts (default: {', '.join(f'{size} {mix}' for mix, size in BATCH.items())})")
-    add("--rounds", type=int, default=5)
-    add("--layers", type=int, default=12)
-    add("--width", type=int, default=768)
-    add("--vocab", type=int, default=32_768)
-    add("--longest", type=int, default=LONGEST, help="tokens of the longest text")
-    add("--dropout", type=float, default=0.1)
-    add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--precision", choices=("auto", "fp32", "bf16"), default="auto")
-    add("--out", type=Path, help="result file to append to")
-    return parser
+def run(options: argparse.Namespace) -> None:
+    first, *others = options.contestants
+    require(first == "patched" and len({first, *others}) == 1 + len(others), "--contestants: patched comes first")
+    record("patch", rows(options), options.out)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        run(parser_of().parse_args(arguments))
-    except (UserError, Failed) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
-    return 0
+    parser = Parser("patch", __doc__, rounds=5, device="cpu", precision=True)
+    add = parser.add_argument
+    add("--data", nargs="*", help="text files or directories (default: lengths as they were in 5 MB of text)")
+    add("--mixes", type=several(*BATCH), default=list(BATCH))
+    add("--contestants", type=several(*PATCHED), default=["patched", *STOCK[:2]], help=f"of {', '.join(PATCHED)}")
+    add("--batch", type=count, help=f"texts (default: {', '.join(f'{size} {mix}' for mix, size in BATCH.items())})")
+    add("--layers", type=count, default=12)
+    add("--width", type=count, default=768)
+    add("--vocab", type=count, default=32_768)
+    add("--longest", type=count, default=LONGEST, help="tokens of the longest text")
+    add("--dropout", type=float, default=0.1)
+    return start(parser, run, arguments)
 
 
 if __name__ == "__main__":

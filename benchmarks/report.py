@@ -1,9 +1,9 @@
 """What the result files say: the newest rows of every setting, beside the goals set for them.
 
-    python -m benchmarks.report                    # tables
-    python -m benchmarks.report --plot FILE.png    # tokens/s and where a step's time goes, as a picture
-    python -m benchmarks.report --write            # the tables in the READMEs
-    python -m benchmarks.report --check            # exit code 1 if --write would change them
+    python -m benchmarks.report                                # tables
+    python -m benchmarks.report --write                        # the tables in the READMEs
+    python -m benchmarks.report --check                        # exit code 1 if --write would change them
+    python -m benchmarks.report --plot scaling docs/scaling-cpu.png
 
 In the READMEs only what stands between the lines
 `<!-- results:NAME -->` and `<!-- /results -->` is replaced, and left alone as long as there is no row for it: every
@@ -17,18 +17,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.report_ops import (
-    attention_tables,
-    executed_tables,
-    finetune_tables,
-    loader_tables,
-    ops_tables,
-    patch_tables,
-    projection_tables,
-    speedrun_tables,
-)
-from benchmarks.report_step import NO_GPU, Table, case_tables, headline_tables
+from benchmarks import report_ops
+from benchmarks.program import Parser, start
+from benchmarks.report_plot import PLOTS, plot
+from benchmarks.report_step import NO_GPU, case_tables, headline_tables
 from benchmarks.rows import Results, read
+from benchmarks.tables import Table
+from maelm_fast.config import require
 from maelm_fast.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,18 +40,7 @@ def tables(results: Results, region: str) -> list[Table]:
         return list(headline_tables(results.cases))
     if region == "train_step":
         return [table for case in results.cases for table in case_tables(case)]
-    rows = results.rows.get(region, [])
-    makers = {
-        "ops": ops_tables,
-        "attention": attention_tables,
-        "loader": loader_tables,
-        "projection": projection_tables,
-        "finetune": finetune_tables,
-        "patch": patch_tables,
-        "executed": executed_tables,
-        "speedrun": speedrun_tables,
-    }
-    return list(makers[region](rows))
+    return list(report_ops.tables(region, results.rows.get(region, [])))
 
 
 def region_text(results: Results, region: str) -> str | None:
@@ -81,34 +65,35 @@ def rewritten(text: str, name: str, regions: Iterable[str], results: Results) ->
     return text
 
 
-def readmes(root: Path, results: Results) -> dict[str, tuple[str, str]]:
-    """By name, what each README is and what it should be."""
+def stale_readmes(root: Path, results: Results) -> dict[str, str]:
+    """By name, what each README should be that is something else."""
     found = {}
     for name, regions in REGIONS.items():
         try:
             text = (root / name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{name}: cannot be read: {error}") from None
-        found[name] = (text, rewritten(text, name, regions, results))
+        new = rewritten(text, name, regions, results)
+        if new != text:
+            found[name] = new
     return found
 
 
 def report(options: argparse.Namespace) -> int:
     results = read(options.root)
     if options.plot:
-        from benchmarks.report_plot import plot
-
-        plot(results.cases, options.plot)
-    if options.check or options.write:
-        stale = {name: new for name, (old, new) in readmes(options.root, results).items() if old != new}
-        if options.check:
-            if stale:
-                print(f"{' and '.join(stale)}: not the tables of the rows; run python -m benchmarks.report --write")
-            return int(bool(stale))
-        for name, text in stale.items():
+        name, out = options.plot
+        require(name in PLOTS, f"--plot: there are pictures of {', '.join(PLOTS)}, not {name}")
+        plot(results, name, Path(out))
+    elif options.check:
+        if stale := stale_readmes(options.root, results):
+            print(f"{' and '.join(stale)}: not the tables of the rows; run python -m benchmarks.report --write")
+            return 1
+    elif options.write:
+        for name, text in stale_readmes(options.root, results).items():
             (options.root / name).write_text(text, encoding="utf-8")
             print(f"{name}: written")
-    elif not options.plot:
+    else:
         regions = [region for name in REGIONS if name != "README.md" for region in REGIONS[name]]
         blocks = [table.text() for region in regions for table in tables(results, region)]
         blocks += [] if any(case.on_gpu for case in results.cases) else [NO_GPU]
@@ -118,18 +103,13 @@ def report(options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="picture to draw, in the format of its ending")
+    parser = Parser("report", __doc__, out=False)
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--write", action="store_true", help="make the READMEs' tables new")
     action.add_argument("--check", action="store_true", help="exit code 1 if --write would change a README")
+    action.add_argument("--plot", nargs=2, metavar=("NAME", "FILE"), help=f"picture to draw: {', '.join(PLOTS)}")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository; default: this one")
-    options = parser.parse_args(arguments)
-    try:
-        return report(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return start(parser, report, arguments)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,13 @@
-"""Tables of training steps, and the words and numbers that all tables are made of. A table is made once, and printed
-as text or as markdown."""
+"""Tables of training steps: of every case, and the headline of the top README."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks.classes import CLASSES
-from benchmarks.goals import (
-    ATTENTIONS,
-    GOALS,
-    over,
-    place,
-)
-from benchmarks.rows import (
-    COMPILED,
-    PHASES,
-    SETTING,
-    Case,
-    Row,
-    when,
-)
-from maelm_fast import reporting
+from benchmarks.goals import ATTENTIONS, GOALS, over, place
+from benchmarks.rows import COMPILED, PHASES, SETTING, Case, Row, when
+from benchmarks.tables import Columns, Table, batch, counted, machine, number, run, spread
 
 LABELS = {
     "base": "`base` (MAE-LM)",
@@ -41,59 +27,6 @@ MORE = "Equal losses on equal weights come first; all settings: [benchmarks/](be
 NO_GPU = "No row was measured on a GPU."
 
 
-@dataclass
-class Table:
-    """Columns in which no row has anything are left out."""
-
-    title: str
-    header: list[str]
-    rows: list[list[str]]
-    notes: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        kept = [i for i in range(len(self.header)) if i == 0 or any(row[i] not in ("", "-") for row in self.rows)]
-        self.header = [self.header[i] for i in kept]
-        self.rows = [[row[i] for i in kept] for row in self.rows]
-
-    def text(self) -> str:
-        cells = [self.header, *self.rows]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(self.header))]
-        body = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-        return "\n".join(line for line in (self.title, *body, *self.notes) if line)
-
-    def markdown(self) -> str:
-        body = "\n".join(reporting.table(self.header, self.rows)).rstrip("\n")
-        notes = f"<sub>{' '.join(self.notes)}</sub>" if self.notes else ""
-        return "\n\n".join(block for block in (self.title and f"**{self.title}**", body, notes) if block)
-
-
-def spread(value: Mapping[str, float] | None, form: str | None = None) -> str:
-    if value is None:
-        return "-"
-    form = form or (".2f" if value["median"] < 10 else ".1f")
-    return f"{value['median']:{form}} [{value['q1']:{form}}, {value['q3']:{form}}]"
-
-
-def number(value: float | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def machine(row: Row) -> str:
-    return f"{row['device']}, {counted(row['threads'], 'thread')}, torch {row['torch']}"
-
-
-def machines(rows: Sequence[Row]) -> str:
-    return "; ".join(dict.fromkeys(machine(row) for row in rows))
-
-
-def run(row: Row) -> str:
-    return f"{when(row):%Y-%m-%d %H:%M}, commit {row['commit']}"
-
-
 def label(case: Case, row: Row) -> str:
     kind = row["model"].removesuffix(COMPILED)
     words = [LABELS.get(kind, f"`{kind}`")]
@@ -101,11 +34,6 @@ def label(case: Case, row: Row) -> str:
     words += ["no relative bias"] if row["bias"] != case.bias else []
     words += [f"dropout {row['dropout']:g}"] if row["dropout"] != case.dropout else []
     return ", ".join(words)
-
-
-def batch(row: Row) -> str:
-    documents = row.get("lengths", "full") != "full"
-    return f"{row['batch']} x {row['seq']} tokens{' at most, lengths of documents' if documents else ''}"
 
 
 def conditions(case: Case) -> str:
@@ -133,47 +61,47 @@ def command(case: Case) -> str:
 
 def case_tables(case: Case) -> Iterator[Table]:
     """Speed beside the goals, then where a step's time goes."""
-    speed, split = [], []
-    for name, row in case.timed.items():
-        goals = [goal.verdict(row) for goal in GOALS if goal.applies(row, case.dropout, case.bias)]
-        speed.append(
-            [
-                label(case, row),
-                spread(row["tokens_per_s"], ",.0f"),
-                *("1" if name == other else spread(over(row, other)) for other in OVER),
-                "-" if name in ATTENTIONS["hf"] else spread(over(row, "hf", "cpu_ratios")),
-                number(row["mfu"], ".1%"),
-                number(row["peak_memory_mb"], ",.0f"),
-                number(row["joules_per_mtoken"], ",.0f"),
-                number(row["recompiles"], "g"),
-                "; ".join(goals),
-            ]
-        )
-        ms = {phase: 1000 * seconds for phase, seconds in (row["seconds"] or {}).items()}
-        kernels = row["kernels"] or {}
-        split.append(
-            [
-                label(case, row),
-                *(number(ms.get(phase), ",.1f") for phase in PHASES),
-                *(number(kernels.get(kind), ".0%") for kind in CLASSES),
-            ]
-        )
-    row = case.shared
-    title = f"{row['device']}, {row['precision']}, {batch(row)}, {row['rate']:.0%} masked, {case.regularisation}"
-    header = [
-        "model",
-        "tokens/s",
-        *(f"over {other}" for other in OVER),
-        "over hf, CPU seconds",
-        "MFU",
-        "peak MB",
-        "J per 1M tokens",
-        "recompiles",
-        "goal",
-    ]
+
+    def ratio(other: str) -> Callable[[Row], str]:
+        return lambda row: "1" if row["model"] == other else spread(over(row, other))
+
+    def goals(row: Row) -> str:
+        return "; ".join(goal.verdict(row) for goal in GOALS if goal.applies(row, case.dropout, case.bias))
+
+    def cpu_ratio(row: Row) -> str:
+        return "-" if row["model"] in ATTENTIONS["hf"] else spread(over(row, "hf", "cpu_ratios"))
+
+    first = case.shared
+    title = (
+        f"{first['device']}, {first['precision']}, {batch(first)}, {first['rate']:.0%} masked, {case.regularisation}"
+    )
+    speed: Columns = {
+        "model": lambda row: label(case, row),
+        "tokens/s": lambda row: spread(row["tokens_per_s"], ",.0f"),
+        **{f"over {other}": ratio(other) for other in OVER},
+        "over hf, CPU seconds": cpu_ratio,
+        "MFU": lambda row: number(row["mfu"], ".1%"),
+        "peak MB": lambda row: number(row["peak_memory_mb"], ",.0f"),
+        "J per 1M tokens": lambda row: number(row["joules_per_mtoken"], ",.0f"),
+        "recompiles": lambda row: number(row["recompiles"], "g"),
+        "goal": goals,
+    }
     skipped = [f"Not run: {name}, {row['skipped']}." for name, row in case.rows.items() if row["skipped"] is not None]
-    yield Table(title, header, speed, [conditions(case), *skipped])
-    table = Table("", ["where a step's time goes", *(f"{phase} ms" for phase in PHASES), *CLASSES], split)
+    timed = case.timed.values()
+    yield Table(title, timed, speed, [conditions(case), *skipped])
+
+    def ms(phase: str) -> Callable[[Row], str]:
+        return lambda row: f"{1000 * row['seconds'][phase]:,.1f}" if phase in (row["seconds"] or {}) else "-"
+
+    def share(kind: str) -> Callable[[Row], str]:
+        return lambda row: number((row["kernels"] or {}).get(kind), ".0%")
+
+    parts: Columns = {
+        "where a step's time goes": speed["model"],
+        **{f"{phase} ms": ms(phase) for phase in PHASES},
+        **{kind: share(kind) for kind in CLASSES},
+    }
+    table = Table("", timed, parts)
     if len(table.header) > 1:
         yield table
 
@@ -184,8 +112,7 @@ def is_quiet(row: Row) -> bool:
 
 
 def headline_tables(cases: Sequence[Case]) -> Iterator[Table]:
-    """Of each device the newest quiet case with the paper's dropout and bias, and the one alike without both. Ratios
-    are over the faster of Hugging Face's attentions."""
+    """Of each device the newest quiet case with the paper's dropout and bias, and the one alike without both."""
     settings = {case.setting: case for case in cases}
     newest: dict[str, Case] = {}
     for case in sorted(cases, key=lambda case: when(case.shared)):
@@ -193,33 +120,36 @@ def headline_tables(cases: Sequence[Case]) -> Iterator[Table]:
         setting = (case.dropout, case.bias, row["seq"], row["rate"], row["lengths"])
         if setting == (0.1, "t5", 512, 0.15, "full") and is_quiet(row):
             newest[row["device"]] = case
-    for device, case in sorted(newest.items(), key=lambda item: (not item[1].on_gpu, item[0])):
-        row = case.shared
-        plain = settings.get((*(row[name] for name in SETTING), -0.0, "none"))
-        rows = []
-        theirs = [name for name in ATTENTIONS["hf"] if name in case.timed]
-        best = max(theirs, key=lambda name: float(case.timed[name]["tokens_per_s"]["median"]), default="")
-        for name, own in case.timed.items():
-            ours, bare = over(own, "hf"), plain.timed.get(name) if plain else None
-            ratio = f"**{ours['median']:.2f}x** [{ours['q1']:.2f}, {ours['q3']:.2f}]" if ours else "-"
-            memory = own["peak_memory_mb"]
-            rows.append(
-                [
-                    label(case, own),
-                    spread(own["tokens_per_s"], ",.0f"),
-                    "1" if name == best else ratio,
-                    "-" if memory is None else f"{memory / 1024:.1f} GB",
-                    "-" if name in ATTENTIONS["hf"] else spread(over(bare, "hf") if bare else None),
-                ]
-            )
-        header = [
-            f"one training step, sequences of 512, {device}",
-            "tokens/s",
-            "over Hugging Face",
-            "peak memory",
-            "over Hugging Face without dropout and bias",
-        ]
-        notes = [conditions(case), MORE]
-        if plain:
-            notes.insert(1, f"Last column: dropout 0, no bias, {run(plain.shared)}, load {plain.shared['load']}.")
-        yield Table("", header, rows, notes)
+    for _, case in sorted(newest.items(), key=lambda item: (not item[1].on_gpu, item[0])):
+        yield headline(case, settings.get((*(case.shared[name] for name in SETTING), -0.0, "none")))
+
+
+def headline(case: Case, plain: Case | None) -> Table:
+    """Ratios are over the faster of Hugging Face's attentions. plain: without dropout and bias."""
+    theirs = [name for name in ATTENTIONS["hf"] if name in case.timed]
+    best = max(theirs, key=lambda name: float(case.timed[name]["tokens_per_s"]["median"]), default="")
+
+    def ratio(row: Row) -> str:
+        if row["model"] == best:
+            return "1"
+        ours = over(row, "hf")
+        return f"**{ours['median']:.2f}x** [{ours['q1']:.2f}, {ours['q3']:.2f}]" if ours else "-"
+
+    def plain_ratio(row: Row) -> str:
+        bare = plain.timed.get(row["model"]) if plain and row["model"] not in ATTENTIONS["hf"] else None
+        return spread(over(bare, "hf") if bare else None)
+
+    def gigabytes(row: Row) -> str:
+        return "-" if row["peak_memory_mb"] is None else f"{row['peak_memory_mb'] / 1024:.1f} GB"
+
+    columns: Columns = {
+        f"one training step, sequences of 512, {case.shared['device']}": lambda row: label(case, row),
+        "tokens/s": lambda row: spread(row["tokens_per_s"], ",.0f"),
+        "over Hugging Face": ratio,
+        "peak memory": gigabytes,
+        "over Hugging Face without dropout and bias": plain_ratio,
+    }
+    notes = [conditions(case), MORE]
+    if plain:
+        notes.insert(1, f"Last column: dropout 0, no bias, {run(plain.shared)}, load {plain.shared['load']}.")
+    return Table("", case.timed.values(), columns, notes)

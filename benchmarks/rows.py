@@ -17,19 +17,6 @@ from typing import Any
 from benchmarks.classes import CLASSES
 from maelm_fast.errors import UserError
 
-# a file is called FORMAT.jsonl or FORMAT_*.jsonl
-FORMATS = (
-    "train_step",
-    "ops",
-    "attention",
-    "loader",
-    "scaling",
-    "projection",
-    "finetune",
-    "executed",
-    "patch",
-    "speedrun",
-)
 PHASES = ("data", "forward", "backward", "optimizer")
 SETTING = ("device", "precision", "batch", "seq", "rate", "lengths")  # of a case, with its dropout and bias
 GPU = "NVIDIA"  # what the name of every GPU begins with
@@ -42,25 +29,6 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def has_numbers(*names: str) -> Check:
-    return lambda value: isinstance(value, dict) and all(is_number(value.get(name)) for name in names)
-
-
-is_quartiles = has_numbers("median", "q1", "q3")
-
-
-def is_range(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
-
-
 def is_date(value: Any) -> bool:
     try:
         return datetime.fromisoformat(value).tzinfo is not None
@@ -68,181 +36,144 @@ def is_date(value: Any) -> bool:
         return False
 
 
-def by_name(fits: Check, names: Sequence[str] | None = None) -> Check:
+def has_numbers(*names: str) -> Check:
+    return lambda value: isinstance(value, dict) and all(is_number(value.get(name)) for name in names)
+
+
+def by_name(fits: Check, *names: str) -> Check:
+    """Values by name; names: the only ones there may be."""
     return lambda value: (
-        isinstance(value, dict) and all(fits(v) and (names is None or k in names) for k, v in value.items())
+        isinstance(value, dict) and all(fits(v) and (not names or k in names) for k, v in value.items())
     )
+
+
+def list_of(fits: Check, length: int | None = None) -> Check:
+    return lambda value: isinstance(value, list) and length in (None, len(value)) and all(map(fits, value))
+
+
+KINDS: dict[str, Check] = {
+    "text": lambda value: isinstance(value, str),
+    "number": is_number,
+    "flag": lambda value: isinstance(value, bool),
+    "date": is_date,
+    "quartiles": has_numbers("median", "q1", "q3"),
+    "quartiles by name": by_name(has_numbers("median", "q1", "q3")),
+    "numbers": list_of(is_number),
+    "numbers by name": by_name(is_number),
+    "range": list_of(is_number, 2),
+    "ranges by class": by_name(list_of(is_number, 2), *CLASSES),
+    "shares by class": by_name(is_number, *CLASSES),
+    "seconds by phase": by_name(is_number, *PHASES),
+    "percentiles": has_numbers("p50", "p99", "steps"),
+    "curve": list_of(list_of(is_number, 3)),
+    "fill": has_numbers("all"),
+}
+
+
+FIELDS = {
+    "date": "date",
+    "text": "commit device torch transformers skipped model precision bias lengths op phase contestant case dtype "
+    "yardstick store mode masks axis task metric track entry kind recipe data texts mix triton kernel shape unit",
+    "number": "threads load batch seq rate dropout rounds mfu peak_memory_mb joules_per_mtoken recompiles tokens "
+    "store_bytes micro_batch workers rss_anon_mb major_faults x hidden_size layers examples epochs mean_length seed "
+    "updates target updates_to_target cpu_seconds_to_target cpu_seconds loss vocab padding wavefronts sectors",
+    "quartiles": "tokens_per_s ms ratio tflop_per_s tokens_per_s_per_core examples_per_s",
+    "quartiles by name": "ratios cpu_ratios",
+    "numbers": "results",
+    "numbers by name": "gate instructions",
+    "seconds by phase": "seconds",
+    "shares by class": "kernels",
+    "percentiles": "step_ms",
+    "curve": "curve",
+    "fill": "fill",
+    "range": "products",
+}
+"""Fields by kind; in every format alike, unless it says otherwise."""
+
+
+def checks(names: str, **others: str) -> dict[str, Check]:
+    """Of fields, separated by spaces; "?" behind a name: it may also be null. others: kinds that differ from FIELDS."""
+    kinds = {name: kind for kind, alike in FIELDS.items() for name in alike.split()} | others
+    found = {}
+    for name in names.split():
+        fits = KINDS[kinds[name.rstrip("?")]]
+        found[name.rstrip("?")] = or_null(fits) if name.endswith("?") else fits
+    return found
 
 
 def or_null(fits: Check) -> Check:
     return lambda value: value is None or fits(value)
 
 
-MACHINE: Mapping[str, Check] = {
-    "date": is_date,
-    "commit": is_text,
-    "device": is_text,
-    "threads": is_number,
-    "load": is_number,
-    "torch": is_text,
-}
-CONTESTANT: Mapping[str, Check] = {
-    **MACHINE,
-    "transformers": or_null(is_text),
-    "model": is_text,
-    "precision": is_text,
-    "batch": is_number,
-    "seq": is_number,
-    "rate": is_number,
-    "dropout": is_number,
-    "bias": is_text,
-    "lengths": is_text,
-    "skipped": or_null(is_text),
-}
-TIMED: Mapping[str, Check] = {  # unless it was skipped
-    **CONTESTANT,
-    "rounds": is_number,
-    "tokens_per_s": is_quartiles,
-    "ratios": by_name(is_quartiles),
-    "cpu_ratios": or_null(by_name(is_quartiles)),
-    "mfu": or_null(is_number),
-    "peak_memory_mb": or_null(is_number),
-    "seconds": or_null(by_name(is_number, PHASES)),
-    "kernels": or_null(by_name(is_number, tuple(CLASSES))),
-    "joules_per_mtoken": or_null(is_number),
-    "recompiles": or_null(is_number),
-    "step_ms": or_null(has_numbers("p50", "p99", "steps")),
-}
-OTHERS: Mapping[str, Mapping[str, Check]] = {
-    "ops": {
-        **MACHINE,
-        "op": is_text,
-        "phase": is_text,
-        "contestant": is_text,
-        "ms": is_quartiles,
-        "ratio": or_null(is_quartiles),
-    },
-    "attention": {
-        **MACHINE,
-        "case": is_text,
-        "bias": is_flag,
-        "dropout": is_number,
-        "phase": is_text,
-        "contestant": is_text,
-        "dtype": is_text,
-        "tokens": is_number,
-        "ms": is_quartiles,
-        "tflop_per_s": is_quartiles,
-        "yardstick": or_null(is_text),
-        "ratio": or_null(is_quartiles),
-    },
-    "loader": {
-        **MACHINE,
-        "store": is_text,
-        "mode": is_text,
-        "store_bytes": is_number,
-        "masks": is_text,
-        "micro_batch": is_number,
-        "workers": is_number,
-        "tokens_per_s_per_core": is_quartiles,
-        "fill": has_numbers("all"),
-        "rss_anon_mb": or_null(is_number),
-        "major_faults": or_null(is_number),
-    },
-    "scaling": {
-        **MACHINE,
-        "axis": is_text,
-        "x": is_number,
-        "model": is_text,
-        "precision": is_text,
-        "skipped": or_null(is_text),
-    },
-    "finetune": {
-        **MACHINE,
-        "transformers": is_text,
-        "precision": is_text,
-        "task": is_text,
-        "hidden_size": is_number,
-        "layers": is_number,
-        "batch": is_number,
-        "examples": is_number,
-        "epochs": is_number,
-        "dropout": is_number,
-        "mean_length": is_number,
-        "rounds": is_number,
-        "metric": is_text,
-        "contestant": is_text,
-        "examples_per_s": is_quartiles,
-        "ratios": by_name(is_quartiles),
-        "results": lambda value: isinstance(value, list) and all(is_number(v) for v in value),
-    },
-    "speedrun": {
-        **MACHINE,
-        "track": is_text,
-        "entry": is_text,
-        "kind": lambda value: value in ("mae", "mlm"),
-        "recipe": is_text,
-        "precision": is_text,
-        "data": is_text,
-        "seed": is_number,
-        "updates": is_number,
-        "tokens": is_number,
-        "target": is_number,
-        "updates_to_target": or_null(is_number),
-        "cpu_seconds_to_target": or_null(is_number),
-        "cpu_seconds": is_number,
-        "loss": is_number,
-        "curve": lambda value: isinstance(value, list) and all(len(point) == 3 for point in value),
-    },
-    "patch": {
-        **MACHINE,
-        "transformers": is_text,
-        "precision": is_text,
-        "layers": is_number,
-        "hidden_size": is_number,
-        "vocab": is_number,
-        "dropout": is_number,
-        "texts": is_text,
-        "mix": is_text,
-        "batch": is_number,
-        "mean_length": is_number,
-        "padding": is_number,
-        "rounds": is_number,
-        "gate": by_name(is_number),
-        "contestant": is_text,
-        "tokens_per_s": is_quartiles,
-        "ratios": by_name(is_quartiles),
-        "cpu_ratios": or_null(by_name(is_quartiles)),
-    },
-    "executed": {
-        "date": is_date,
-        "commit": is_text,
-        "triton": is_text,
-        "kernel": is_text,
-        "shape": is_text,
-        "dropout": is_flag,
-        "bias": is_flag,
-        "unit": is_text,
-        "instructions": by_name(is_number),
-        "wavefronts": or_null(is_number),
-        "sectors": or_null(is_number),
-    },
-    "projection": {
-        "date": is_date,
-        "commit": is_text,
-        "device": is_text,
-        "model": is_text,
-        "precision": is_text,
-        "batch": is_number,
-        "seq": is_number,
-        "rate": is_number,
-        "dropout": is_number,
-        "bias": is_text,
-        "products": is_range,
-        "tokens_per_s": is_range,
-        "mfu": is_range,
-        "ms": by_name(is_range, tuple(CLASSES)),
-    },
+MACHINE = "date commit device threads load torch "
+SKIPPED = checks(MACHINE)  # of whatever benchmark: there is a reason, and nothing to tabulate
+CONTESTANT = checks(MACHINE + "transformers? model precision batch seq rate dropout bias lengths skipped?")
+TIMED = CONTESTANT | checks(  # unless it was skipped
+    "rounds tokens_per_s ratios cpu_ratios? mfu? peak_memory_mb? seconds? kernels? joules_per_mtoken? recompiles? "
+    "step_ms?"
+)
+
+
+class Format:
+    """What the rows of a benchmark have. table: the fields that all rows of one table have in common; row: those which
+    tell its rows apart. Of rows alike in both the newest run's count."""
+
+    def __init__(self, fields: str, table: str, row: str, **kinds: str) -> None:
+        self.table, self.row, self.checks = table.split(), row.split(), checks(fields, **kinds)
+
+    def tables(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
+        """The newest rows, by table."""
+        yield from grouped(newest_rows(rows, [*self.table, *self.row]), *self.table).values()
+
+
+FORMATS = {  # a file is called FORMAT.jsonl or FORMAT_*.jsonl; train_step's rows are checked as above
+    "ops": Format(MACHINE + "op phase contestant ms ratio?", "device sequences length width dtype", "op phase"),
+    "attention": Format(
+        MACHINE + "case bias dropout phase contestant dtype tokens ms tflop_per_s yardstick? ratio?",
+        "device",
+        "case tokens dtype bias dropout phase",
+        bias="flag",
+    ),
+    "loader": Format(
+        MACHINE
+        + "store mode store_bytes masks micro_batch workers tokens_per_s_per_core fill rss_anon_mb? major_faults?",
+        "device",
+        "store mode store_bytes masks micro_batch workers",
+    ),
+    "scaling": Format(MACHINE + "axis x model precision skipped?", "device", "axis x model"),
+    "finetune": Format(
+        MACHINE + "transformers precision task hidden_size layers batch examples epochs dropout mean_length rounds "
+        "metric contestant examples_per_s ratios results",
+        "device task hidden_size layers batch examples precision dropout",
+        "",
+    ),
+    "speedrun": Format(
+        MACHINE + "track entry kind recipe precision data seed updates tokens target updates_to_target? "
+        "cpu_seconds_to_target? cpu_seconds loss curve",
+        "track device precision data",
+        "entry seed",
+    ),
+    "patch": Format(
+        MACHINE + "transformers precision layers hidden_size vocab dropout texts mix batch mean_length padding rounds "
+        "gate contestant tokens_per_s ratios cpu_ratios?",
+        "device precision layers hidden_size vocab dropout",
+        "mix batch",
+    ),
+    "executed": Format(
+        "date commit triton kernel shape dropout bias unit instructions wavefronts? sectors?",
+        "",
+        "triton kernel shape dropout bias unit",
+        dropout="flag",
+        bias="flag",
+    ),
+    "projection": Format(
+        "date commit device model precision batch seq rate dropout bias products tokens_per_s mfu ms",
+        "device precision batch seq rate",
+        "dropout bias model",
+        tokens_per_s="range",
+        mfu="range",
+        ms="ranges by class",
+    ),
 }
 
 
@@ -303,35 +234,31 @@ def read(root: Path) -> Results:
     cases: list[Case] = []
     others: dict[str, list[Row]] = {}
     unused = []
+    known = ("train_step", *FORMATS)
     for path in sorted((root / "benchmarks" / "results").glob("*.jsonl")):
         name = path.relative_to(root).as_posix()
-        format_ = next((f for f in FORMATS if path.stem == f or path.stem.startswith(f + "_")), None)
+        format_ = next((f for f in known if path.stem == f or path.stem.startswith(f + "_")), None)
         if format_ is None:
-            unused.append(f"{name}: not used, its name begins with none of {', '.join(FORMATS)}")
+            unused.append(f"{name}: not used, its name begins with none of {', '.join(known)}")
         elif format_ == "train_step":
             found, old = read_cases(path, name)
             cases += found
             if old:
                 unused.append(f"{name}: {old} rows of an older format ignored")
         else:
-            for where, row in read_lines(path, name):
-                if is_text(row.get("skipped")):  # so that nobody need try again; there is nothing to tabulate
-                    check(row, MACHINE, where)
-                    continue
-                check(row, OTHERS[format_], where)
-                others.setdefault(format_, []).append(row)
+            others.setdefault(format_, []).extend(read_rows(path, name, format_))
     newest = {case.setting: case for case in sorted(cases, key=lambda case: (case.compared, when(case.shared)))}
     order = sorted(newest.values(), key=lambda c: (not c.on_gpu, c.shared["lengths"] != "full", c.setting))
     return Results(order, others, unused)
 
 
-def read_file(path: Path, format_: str) -> list[Row]:
-    """The rows of one file, of a format that is not train_step's."""
-    rows = []
-    for where, row in read_lines(path, path.name):
-        check(row, OTHERS[format_], where)
-        rows.append(row)
-    return rows
+def read_rows(path: Path, name: str, format_: str) -> Iterator[Row]:
+    """Those that were not skipped, of a format that is not train_step's."""
+    for where, row in read_lines(path, name):
+        skipped = isinstance(row.get("skipped"), str)
+        check(row, SKIPPED if skipped else FORMATS[format_].checks, where)
+        if not skipped:
+            yield row
 
 
 def read_cases(path: Path, name: str) -> tuple[list[Case], int]:

@@ -59,7 +59,6 @@ from benchmarks.measure import (
     Joules,
     alone,
     append_rows,
-    cpu_note,
     environment,
     quartiles,
     reason,
@@ -451,8 +450,6 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join(line for case in settings for line in listing(names, case)))
         return 0
     require(options.device == "cpu" or torch.cuda.is_available(), "no CUDA device is visible")
-    if note := cpu_note(options.device):
-        print(note)
     apart, wrong = Apart(), False
     for case in settings:
         rows: dict[str, dict[str, Any]] = {}

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from benchmarks import speedrun
-from benchmarks.report_ops import speedrun_tables
-from benchmarks.rows import OTHERS, check
-from benchmarks.speedrun import Entry, Track
+from benchmarks.report_ops import tables
+from benchmarks.report_plot import plot
+from benchmarks.rows import FORMATS, Results, check
+from benchmarks.tracks import Entry, Track
 from maelm_fast import presets
 from maelm_fast.training.rundir import RunDir, load_run
 from maelm_fast.training.trainer import Trainer
@@ -60,7 +61,7 @@ def test_rows_repeat_and_hold_what_was_asked(store: Path, tmp_path: Path, capsys
     assert losses == [[(step, loss) for step, _, loss in row["curve"]] for row in again]
     assert len({str(curve) for curve in losses}) == 4
     for row in first:
-        check(row, OTHERS["speedrun"], "row")
+        check(row, FORMATS["speedrun"].checks, "row")
         assert [step for step, _, _ in row["curve"]] == [2, 4, 6]
         seconds = [seconds for _, seconds, _ in row["curve"]]
         assert 0 < seconds[0] <= seconds[1] <= seconds[2] == row["cpu_seconds"]
@@ -68,7 +69,7 @@ def test_rows_repeat_and_hold_what_was_asked(store: Path, tmp_path: Path, capsys
         assert row["loss"] == row["curve"][-1][2]
         reached = [(step, seconds) for step, seconds, loss in row["curve"] if loss <= 6.0]
         assert (row["updates_to_target"], row["cpu_seconds_to_target"]) == reached[0]
-    assert "paper, seed 0: 6.00 nats after 2 updates" in capsys.readouterr().out
+    assert "entry paper, seed 0: updates_to_target 2; cpu_seconds_to_target " in capsys.readouterr().out
 
 
 def test_a_kept_run_is_a_run_and_is_not_overwritten(
@@ -134,9 +135,9 @@ def test_the_table_and_the_picture(tmp_path: Path) -> None:
     rows += [made_up("masks", seed, 1.0 + seed / 10, 1.0 + seed) for seed in range(3)]
     rows += [made_up("still", 0, None, 7.0), made_up("paper", 0, 1.0, 1.0, precision="bf16")]
     old = made_up("masks", 0, 99.0, 99.0, date="2026-11-22T00:00:00+00:00")
-    tables = list(speedrun_tables([old, *rows]))
-    assert len(tables) == 2
-    cells = {row[0]: dict(zip(tables[0].header, row, strict=True)) for row in tables[0].rows}
+    made = list(tables("speedrun", [old, *rows]))
+    assert len(made) == 2
+    cells = {row[0]: dict(zip(made[0].header, row, strict=True)) for row in made[0].rows}
     assert list(cells) == ["`paper`", "`masks`", "`still`"]
     assert cells["`masks`"]["p"] == "0.01"
     assert cells["`masks`"]["p of them"] == "0.008"
@@ -144,9 +145,7 @@ def test_the_table_and_the_picture(tmp_path: Path) -> None:
     assert cells["`masks`"]["CPU s to 6.00 nats"] == "1 [1, 1]"
     assert cells["`still`"]["CPU s to 6.00 nats"] == "-, 1 never"
     assert cells["`masks`"]["nats in the end"] == "2.000 [1.000, 3.000] after 6"
-    out = tmp_path / "rows.jsonl"
-    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert run("tiny", "--out", str(out), "--plot", str(tmp_path / "curves.png")) == 0
+    plot(Results([], {"speedrun": rows}, []), "speedrun", tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
@@ -156,8 +155,7 @@ def test_the_table_and_the_picture(tmp_path: Path) -> None:
         ([], "unknown track 'None'"),
         (["large"], "unknown track 'large'"),
         (["tiny", "--entries", "papr"], "unknown entry 'papr', did you mean 'paper'"),
-        (["tiny", "--seeds", "0,x"], "--seeds are whole numbers"),
-        (["tiny", "--plot", "x.png"], "--plot draws the rows in --out FILE"),
+        (["tiny", "--seeds", "0,x"], "--seeds: numbers separated by commas, not 0,x"),
     ],
 )
 def test_what_is_asked_wrongly_is_one_line(

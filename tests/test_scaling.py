@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import scaling
-from benchmarks.rows import OTHERS, check
+from benchmarks import report_plot, scaling
+from benchmarks.rows import FORMATS, Results, check, read_rows
+from maelm_fast.errors import UserError
 
 TINY = {"hidden_size": 64, "num_heads": 1, "ffn_size": 256, "num_layers": 2, "decoder_layers": 1, "vocab_size": 256}
 
@@ -19,7 +20,9 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("measures on the GPU")
     values = {"seq": (512,), "batch": (1, 2), "width": (64, 128)}
-    monkeypatch.setitem(scaling.SWEEPS, "cpu", (1, TINY, values))
+    monkeypatch.setitem(scaling.SEQUENCES, "cpu", 1)
+    monkeypatch.setitem(scaling.CHANGES, "cpu", TINY)
+    monkeypatch.setitem(scaling.VALUES, "cpu", values)
     monkeypatch.setattr(scaling, "alone", lambda function, name, settings: 100.0 + settings.batch)
 
 
@@ -41,9 +44,7 @@ def test_a_point_changes_what_its_axis_names(axis: str, x: int, batch: int, seq:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_points_are_measured_written_and_drawn(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_points_are_measured_written_and_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     made = scaling.Contestant
 
@@ -54,12 +55,11 @@ def test_points_are_measured_written_and_drawn(
 
     monkeypatch.setattr(scaling, "Contestant", lacking)
     out, picture = tmp_path / "scaling.jsonl", tmp_path / "scaling.png"
-    arguments = ["--axes", "batch", "width", "--rounds", "2", "--out", str(out), "--plot", str(picture)]
-    assert scaling.main(arguments) == 0
+    assert scaling.main(["--axes", "batch", "width", "--rounds", "2", "--out", str(out)]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == 8
     for row in rows:
-        check(row, OTHERS["scaling"], "here")
+        check(row, FORMATS["scaling"].checks, "here")
     skipped = [row for row in rows if row["skipped"]]
     assert [(row["axis"], row["x"], row["model"], row["skipped"]) for row in skipped] == [
         ("batch", 2, "base", "no room")
@@ -68,9 +68,9 @@ def test_points_are_measured_written_and_drawn(
     assert all(row["ms"]["q1"] > 0 and row["peak_memory_mb"] > 100 for row in timed)
     wide = {row["x"]: row["flops"] for row in timed if (row["axis"], row["model"]) == ("width", "base")}
     assert wide[128] > 1.5 * wide[64]
-    drawn = picture.read_bytes()
-    picture.unlink()
-    assert scaling.main(["--from", str(out), "--axes", "batch", "width", "--plot", str(picture)]) == 0
-    assert picture.read_bytes() == drawn
-    assert scaling.main(["--from", str(out), "--axes", "vocab", "--plot", str(picture)]) == 2
-    assert "no point to draw" in capsys.readouterr().err
+    found = list(read_rows(out, "here", "scaling"))
+    assert len(found) == 7
+    report_plot.plot(Results([], {"scaling": found}, []), "scaling", picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="no row of scaling to draw"):
+        report_plot.plot(Results([], {}, []), "scaling", picture)
