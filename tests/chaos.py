@@ -70,7 +70,7 @@ class Chaos:
         prepare(PrepareConfig(inputs=(str(self.text),), out=out, **options), log=lambda _: None)
 
     def pretrain(self, out: Path, store: Path | None = None, **runtime: Any) -> None:
-        pretrain("tiny", asked(**runtime), str(store or self.store), str(out), several=True)
+        pretrain(asked(**runtime), str(store or self.store), out, several=True)
 
     def fork(self, function: Callable[[], object], world: int = 1) -> list[Any]:
         """In processes of their own, which say what they say into a file."""

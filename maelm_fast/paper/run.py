@@ -162,7 +162,7 @@ class _Worker(Worker[Part]):
     def do(self, part: Part, stop: StopSignals) -> dict[str, Any]:
         cell, run = part.cell, part.run
         if part.stage == PRETRAINING:
-            pretrain(cell.preset, cell.config, cell.data, str(run.path))
+            pretrain(cell.config, cell.data, run.path)
             return pretraining_result(run)
         for step in cell.rank_steps:
             if part.stage == rank_stage(step):

@@ -36,9 +36,8 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Setting:
-    """MAE-LM in one of the paper's settings at this scale. preset: the one that `config` was made from."""
+    """MAE-LM in one of the paper's settings at this scale."""
 
-    preset: str
     config: RunConfig
     corpus: Corpus
     grid: Grid
@@ -86,11 +85,11 @@ class Scale:
     meaningless: bool = False
 
 
-def _scale(name: str, about: str, preset: str, base: RunConfig, grid: Grid, share: float = 0.01, **more: Any) -> Scale:
+def _scale(name: str, about: str, base: RunConfig, grid: Grid, share: float = 0.01, **more: Any) -> Scale:
     """base and large++, which has twice the layers, on one corpus. share: of it that is for validation."""
     large = presets.change(base, model={"num_layers": 2 * base.model.num_layers})
     corpus = Corpus(base.model.vocab_size, base.model.max_positions, validation=share)
-    settings = {"base": Setting(preset, base, corpus, grid), "large++": Setting(preset, large, corpus, grid)}
+    settings = {"base": Setting(base, corpus, grid), "large++": Setting(large, corpus, grid)}
     return Scale(name, about, settings, **more)
 
 
@@ -105,7 +104,7 @@ def smoke() -> Scale:
     grid = Grid("smoke", "one epoch", common, {"squad": {"question_length": (24,), "stride": (32,)}})
     few = FewShotConfig(shots=2, steps=4, evaluate_every=2)
     return _scale(
-        *("smoke", "minutes on two CPU cores, to see that everything works", "tiny", base, grid, 0.02),
+        *("smoke", "minutes on two CPU cores, to see that everything works", base, grid, 0.02),
         checkpoints=3,
         rank_samples=64,
         downstream=Downstream(seeds=1, train_limit=128, validation_limit=48, few=few, draws=2),
@@ -128,7 +127,7 @@ def cpu() -> Scale:
         {"small": {"epochs": (5,)}, "squad": {"epochs": (2,), "question_length": (32,), "stride": (64,)}},
     )
     return _scale(
-        *("cpu", "100 million tokens a run on a few CPU cores", "tiny", base, grid),
+        *("cpu", "100 million tokens a run on a few CPU cores", base, grid),
         checkpoints=8,
         rank_samples=2048,
         downstream=Downstream(seeds=3, train_limit=8192, validation_limit=2048, few=FewShotConfig(lrs=(1e-4,))),
@@ -144,7 +143,7 @@ def gpu() -> Scale:
         {"small": {"epochs": (10,), "batch_size": (16,)}, "large": {"lr": (4e-5,)}, "squad": squad},
     )
     return _scale(
-        *("gpu", "655 million tokens a run on one GPU", "small", presets.get("small"), grid),
+        *("gpu", "655 million tokens a run on one GPU", presets.get("small"), grid),
         checkpoints=10,
         rank_samples=8192,
         downstream=Downstream(seeds=5, few=FewShotConfig(lrs=(5e-5,))),
@@ -156,9 +155,9 @@ def full() -> Scale:
     cased = Corpus(64_000, 512, cased=True)
     base, large = grids.get("paper-base"), grids.get("paper-large")
     settings = {
-        "base": Setting("base", presets.get("base"), Corpus(32_768, 512), base),
-        "base++": Setting("base++", presets.get("base++"), cased, base),
-        "large++": Setting("large++", presets.get("large++"), cased, large),
+        "base": Setting(presets.get("base"), Corpus(32_768, 512), base),
+        "base++": Setting(presets.get("base++"), cased, base),
+        "large++": Setting(presets.get("large++"), cased, large),
     }
     return Scale(
         *("full", "the paper's models, updates and batches", settings),

@@ -362,7 +362,7 @@ def test_a_run_is_saved_when_torchrun_is_killed(store: Path, tmp_path: Path) -> 
             return update(self, *rest)
 
         Trainer.update = third  # type: ignore[method-assign]
-        pretrain("tiny", config(), str(store), str(out), several=True)
+        pretrain(config(), store, out, several=True)
 
     (agent,) = started(1, torchrun)
     os.close(lives)
