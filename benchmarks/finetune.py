@@ -46,7 +46,7 @@ from maelm_fast.data.tokenizer import train_tokenizer
 from maelm_fast.encoders import PackedEncoder, load_encoder, padded, padded_places, seeded
 from maelm_fast.export.huggingface import export
 from maelm_fast.export.library import quiet, set_dropout
-from maelm_fast.finetuning.batches import token_batch
+from maelm_fast.finetuning.problem import token_batch
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, SpanExamples, TaskData, read_task
 from maelm_fast.finetuning.heads import SequenceModel

@@ -294,22 +294,6 @@ def self_test_rows() -> list[Row]:
 
 
 def show(sections: dict[str, list[Row]]) -> None:
-    """A coloured table on a terminal, plain lines elsewhere or where rich is missing."""
-    if sys.stdout.isatty() and _version("rich"):
-        from rich import box
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table
-
-        mark = {"ok": "[green]ok[/]", "note": "[yellow]-[/]", "fail": "[red]fail[/]"}
-        table = Table(box=box.SIMPLE_HEAD, show_header=False)
-        for title, rows in sections.items():
-            table.add_row("", f"[bold]{title}[/]", "")
-            for row in rows:
-                table.add_row(mark[row.state], row.name, escape(row.found))
-            table.add_section()
-        Console().print(table)
-        return
     width = max(len(row.name) for rows in sections.values() for row in rows)
     for title, rows in sections.items():
         print(title)

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from maelm_fast.config import require
 from maelm_fast.data.order import subset
 from maelm_fast.errors import UserError
-from maelm_fast.finetuning.sources import TRAIN, find_tables, listed
-from maelm_fast.finetuning.tables import Table
+from maelm_fast.finetuning.tables import TRAIN, Table, find_tables, listed
 from maelm_fast.finetuning.tasks import Task, with_labels, with_range
 
 _WHOLE = re.compile(r"[+-]?\d+")

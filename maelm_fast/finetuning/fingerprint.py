@@ -89,7 +89,10 @@ class Origin:
         label: str = "",
     ) -> Origin:
         """step: by default the newest whole one of now. Raises UserError if there is no such model."""
-        require(step is None or not random_init, f"--random-init {path}: random weights have no step: leave it out")
+        require(
+            step is None or not random_init,
+            f"--random-init {path}: random weights have no step: leave out --step, or @STEP",
+        )
         found = None if random_init else resolve_step(path, step)
         return cls(str(path), found, engine, random_init, label, model_fingerprint(path, found, random_init))
 

@@ -29,10 +29,9 @@ from maelm_fast.analysis.effective_rank import TAU
 from maelm_fast.data.order import subset
 from maelm_fast.encoders import TextEncoder
 from maelm_fast.errors import UserError
-from maelm_fast.finetuning.batches import evaluation_batches, token_batch
 from maelm_fast.finetuning.examples import TaskData
 from maelm_fast.finetuning.fingerprint import NOT_DECIDING, Origin
-from maelm_fast.finetuning.problem import EVALUATION_TOKENS, Evaluation, autocast
+from maelm_fast.finetuning.problem import EVALUATION_TOKENS, Evaluation, autocast, evaluation_batches, token_batch
 from maelm_fast.reporting import (
     GREY,
     aligned,

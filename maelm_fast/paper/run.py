@@ -37,8 +37,7 @@ from maelm_fast.paper.plan import PRETRAINING, Cell, Plan, rank_stage, the_store
 from maelm_fast.paper.prompting.fewshot import base_config
 from maelm_fast.paper.prompting.plan import Plan as PromptingPlan
 from maelm_fast.paper.prompting.plan import make_question
-from maelm_fast.paper.prompting.templates import Template, template_for
-from maelm_fast.paper.prompting.tokens import label_ids
+from maelm_fast.paper.prompting.templates import Template, label_ids, template_for
 from maelm_fast.paper.results import BASELINES, Results
 from maelm_fast.paper.scales import Corpus
 from maelm_fast.paper.trials import Trials

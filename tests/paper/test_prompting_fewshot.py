@@ -23,8 +23,7 @@ from maelm_fast.model.maelm import MaeLm
 from maelm_fast.paper.prompting.cloze import ClozeProblem
 from maelm_fast.paper.prompting.fewshot import DEVELOPMENT, SPLIT_SEEDS, FewShotConfig, base_config, draw, few_shot
 from maelm_fast.paper.prompting.plan import METRICS, make_question
-from maelm_fast.paper.prompting.templates import template_for
-from maelm_fast.paper.prompting.tokens import Prompts, label_ids
+from maelm_fast.paper.prompting.templates import Prompts, label_ids, template_for
 from maelm_fast.stop import Stopped
 from maelm_fast.text import TextTokenizer
 from maelm_fast.training.rundir import LoadedRun, RunRecord, vocabulary_of

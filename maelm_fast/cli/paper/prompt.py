@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maelm_fast.cli.common import option, parse
+from maelm_fast.cli.finetune import TaskOptions
 from maelm_fast.cli.paper.sweep import parse_model
-from maelm_fast.cli.tasks import TaskOptions
 from maelm_fast.config import require
 from maelm_fast.encoders import Engine
 from maelm_fast.errors import UserError
@@ -33,8 +33,7 @@ from maelm_fast.paper.prompting.fewshot import (
 from maelm_fast.paper.prompting.plan import MODES, Mode, Plan, Question, make_question
 from maelm_fast.paper.prompting.report import REPORT, write_report
 from maelm_fast.paper.prompting.run import check, run_plan
-from maelm_fast.paper.prompting.templates import TEMPLATES, template_for
-from maelm_fast.paper.prompting.tokens import Prompts, label_ids, shown
+from maelm_fast.paper.prompting.templates import TEMPLATES, Prompts, label_ids, shown, template_for
 from maelm_fast.paper.sweep_report import PrintedRow
 from maelm_fast.paper.trials import load
 from maelm_fast.reporting import RESULTS

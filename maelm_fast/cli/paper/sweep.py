@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from maelm_fast.cli.common import option, parse
+from maelm_fast.cli.finetune import TaskOptions
 from maelm_fast.cli.paper.experiment import duration
-from maelm_fast.cli.tasks import TaskOptions
 from maelm_fast.config import require
 from maelm_fast.encoders import Engine
 from maelm_fast.errors import UserError

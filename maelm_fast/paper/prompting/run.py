@@ -20,7 +20,7 @@ from maelm_fast.finetuning.examples import Examples
 from maelm_fast.finetuning.run import Watch
 from maelm_fast.paper.prompting.fewshot import draw
 from maelm_fast.paper.prompting.plan import Plan, Unit
-from maelm_fast.paper.prompting.tokens import label_ids, shown
+from maelm_fast.paper.prompting.templates import label_ids, shown
 from maelm_fast.paper.trials import Trials, load, require_labels
 from maelm_fast.stop import StopSignals
 from maelm_fast.training.files import write_text
