@@ -38,11 +38,14 @@ class Case:
     shape: str
     dropout: bool = False
     bias: bool = False
+    twice: bool = False
+    """Whether add_norm's result is read twice."""
 
 
 CASES = [
     *(Case("attention", "12 heads of 64", dropout, bias) for bias in (False, True) for dropout in (False, True)),
     Case("add_norm", "width 768", dropout=True),
+    Case("add_norm", "width 768, two gradients", dropout=True, twice=True),
     Case("embed_packed", "width 768", dropout=True),
     Case("feed_forward", "width 3072"),
     Case("masked_cross_entropy", "32,768 columns"),
@@ -79,6 +82,9 @@ def counted(case: Case) -> Iterator[dict[str, Any]]:
             place=1,
             backend="triton",
         )
+    elif case.twice:
+        numbers: dict[str, Any] = {"eps": registry.EPS, "dropout_p": registry.DROPOUT, "place": 1}
+        out = torch.stack(ops.add_norm_twice(**inputs, **numbers, backend="triton"))
     else:
         out = entry.call(inputs, "triton")
     if leaves:

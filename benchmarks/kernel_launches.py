@@ -63,11 +63,12 @@ def int32(*shape: int) -> Tensor:
 
 
 def add_norm(kernels: Any) -> Calls:
-    for width, (dtype, parameters, names), (drop, p) in itertools.product(WIDTHS, TYPES, RATES.items()):
-        yield f"{width} {names}{drop}"
+    modes = itertools.product(RATES.items(), (False, True))
+    for width, (dtype, parameters, names), ((drop, p), twice) in itertools.product(WIDTHS, TYPES, list(modes)):
+        yield f"{width} {names}{drop}{' twice' * twice}"
         x, vector, seed = empty(ROWS, width, dtype=dtype), empty(width, dtype=parameters), empty(dtype=torch.int64)
         _, mean, rstd = kernels.add_norm_fwd(x, x, vector, vector, 1e-5, p, seed, 3)
-        kernels.add_norm_bwd(x, x, x, vector, mean, rstd, p, seed, 3)
+        kernels.add_norm_bwd(x, x if twice else None, x, x, vector, mean, rstd, p, seed, 3)
 
 
 def embed_packed(kernels: Any) -> Calls:

@@ -181,13 +181,13 @@ class Step:
         dropout, bias, own = c.dropout > 0, c.relative_bias != "none", c.decoder_relative_bias
         last = c.decoder == "none"  # its last layer computes masked tokens only
         yield from self.embedding(dropout)
-        yield from self.block(c.num_layers - last, seen, dropout, bias)
+        yield from self.block(c.num_layers - last, seen, dropout, bias, goes_on=last)
         if last:
             yield from self.sliced_block(1, masked, seen, dropout, bias)
         else:
             yield from self.scatter()
         if c.decoder == "self":
-            yield from self.block(c.decoder_layers - 1, whole, False, own)
+            yield from self.block(c.decoder_layers - 1, whole, False, own, goes_on=True)
             yield from self.sliced_block(1, masked, whole, False, own)
         elif c.decoder == "cross":
             yield from self.sliced_block(c.decoder_layers, masked, seen, False, own, chosen=False)
@@ -222,28 +222,30 @@ class Step:
 
     # layers
 
-    def block(self, times: int, lengths: Sequence[int], dropout: bool, bias: bool) -> Iterator[Cost]:
-        """`times` layers in which every row is a query and a key."""
+    def block(
+        self, times: int, lengths: Sequence[int], dropout: bool, bias: bool, goes_on: bool = False
+    ) -> Iterator[Cost]:
+        """The first `times` layers of a stack, in which every row is a query and a key. goes_on: others follow."""
+        n, d = sum(lengths), self.d
+        yield self.addition("gradient sums", n * d, self.a, 1)  # of the stack's input, which no add_norm made
         if times == 0:
             return
-        n, d = sum(lengths), self.d
         yield from self.linear("qkv", times, n, d, 3 * d)
         yield from self.attention(times, lengths, lengths, dropout, bias)
         if not (dropout or bias):  # our kernels write them so
             yield Cost("gradients of q, k, v side by side", "backward", "other", 6 * n * d * self.a, launches=times)
-        yield from self.rest_of_block(times, n, dropout)
-        yield self.addition("gradient sums", n * d, self.a, 2 * times)
+        yield from self.rest_of_block(times, n, dropout, goes_on)
 
     def sliced_block(
         self, times: int, queries: Sequence[int], keys: Sequence[int], dropout: bool, bias: bool, chosen: bool = True
     ) -> Iterator[Cost]:
-        """`times` layers with fewer queries than keys. chosen: the queries are rows of the keys'."""
+        """The last `times` layers of a stack, with fewer queries than keys. chosen: the queries are rows of the
+        keys', in one layer behind others."""
         m, n, d, a = sum(queries), sum(keys), self.d, self.a
         if chosen:
             rows = m * d * a
             yield Cost("chosen rows", "forward", "other", 2 * rows + 4 * m, launches=times)
             yield Cost("chosen rows", "backward", "other", 3 * rows + 4 * m + n * d * a, launches=times)
-            yield self.addition("gradient sums", n * d, a, times)
         yield from self.linear("q", times, m, d, d)
         yield from self.linear("kv", times, n, d, 2 * d)
         # of the slices of one weight: each one's gradient put into zeros, then added
@@ -252,12 +254,12 @@ class Step:
         if not (dropout or bias):
             yield Cost("gradients of q, k, v side by side", "backward", "other", 4 * n * d * a, launches=times)
         yield from self.rest_of_block(times, m, dropout)
-        yield self.addition("gradient sums", m * d, a, 2 * times)
+        yield self.addition("gradient sums", m * d, a, 1)  # of the first layer's queries
 
-    def rest_of_block(self, times: int, n: int, dropout: bool) -> Iterator[Cost]:
+    def rest_of_block(self, times: int, n: int, dropout: bool, goes_on: bool = False) -> Iterator[Cost]:
         d, f = self.d, self.f
         yield from self.linear("out", times, n, d, d)
-        yield from self.add_norm(2 * times, n, dropout)
+        yield from self.add_norm(2 * times, n, dropout, not goes_on)
         yield from self.linear("ffn_in", times, n, d, f, bias=False)  # bias_gelu adds it
         yield from self.linear("ffn_out", times, n, f, d)
         yield from self.gelu(times, n, f, with_bias=True)
@@ -276,10 +278,13 @@ class Step:
             for phase in ("forward", "backward"):
                 yield Cost("weight casts", phase, "other", (weight + vector) * (SINGLE + a), launches=times)
 
-    def add_norm(self, times: int, n: int, dropout: bool) -> Iterator[Cost]:
+    def add_norm(self, times: int, n: int, dropout: bool, ends: int) -> Iterator[Cost]:
+        """Each result is read twice, and two gradients come back, but for the last of a stack, if it `ends` here."""
         d, row, seed, stats = self.d, n * self.d * self.a, 8 * dropout, 2 * n * SINGLE
         yield Cost("add_norm", "forward", "norm", 3 * row + 2 * d * SINGLE + seed + stats, launches=times)
-        yield Cost("add_norm", "backward", "norm", (4 + dropout) * row + 3 * d * SINGLE + stats + seed, launches=times)
+        for launches, gradients in ((times - ends, 2), (ends, 1)):
+            moved = (3 + gradients + dropout) * row + 3 * d * SINGLE + stats + seed
+            yield Cost("add_norm", "backward", "norm", moved, launches=launches)
 
     def gelu(self, times: int, n: int, width: int, with_bias: bool) -> Iterator[Cost]:
         """with_bias: kernels/feed_forward.py, which adds it, sums its gradient and makes GELU's output again."""

@@ -75,6 +75,7 @@ def _add_norm_fwd_kernel(
 @triton.jit(do_not_specialize=["rows", "place", "threshold"], do_not_specialize_on_alignment=["seed"])
 def _add_norm_bwd_kernel(
     grad_out,  # (rows, WIDTH)
+    grad_again,  # (rows, WIDTH), or None: the output's gradient is the sum of both
     x,  # (rows, WIDTH)
     residual,  # (rows, WIDTH)
     weight,  # (WIDTH,)
@@ -86,6 +87,7 @@ def _add_norm_bwd_kernel(
     partials,  # (2, programs, WIDTH) fp32: weight and bias gradients
     rows,
     grad_stride,  # elements from row to row
+    again_stride,
     x_stride,
     residual_stride,
     place,
@@ -105,7 +107,6 @@ def _add_norm_bwd_kernel(
         row = tile * ROWS + tl.arange(0, ROWS)
         at = row.to(tl.int64)[:, None]
         there = (row < rows)[:, None] & inside[None, :]
-        g = tl.load(grad_out + at * grad_stride + column[None, :], mask=there, other=0.0).to(tl.float32)
         added = tl.load(x + at * x_stride + column[None, :], mask=there, other=0.0).to(tl.float32)
         total = tl.load(residual + at * residual_stride + column[None, :], mask=there, other=0.0).to(tl.float32)
         row_mean = tl.load(mean + row, mask=row < rows, other=0.0)
@@ -115,6 +116,9 @@ def _add_norm_bwd_kernel(
             total += tl.where(keep, added * scale, 0.0)
         else:
             total += added
+        g = tl.load(grad_out + at * grad_stride + column[None, :], mask=there, other=0.0).to(tl.float32)
+        if grad_again is not None:
+            g += tl.load(grad_again + at * again_stride + column[None, :], mask=there, other=0.0).to(tl.float32)
         normal = (total - row_mean[:, None]) * row_rstd[:, None]
         grad_weight += g * normal
         grad_bias += g
@@ -145,7 +149,7 @@ def add_norm_fwd(
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
     if rows == 0:
         return out, mean, rstd
-    constants, options = row_launch("fwd", width, dropout_p > 0)
+    constants, options = row_launch("fwd", width, dropout_p > 0, x.dtype)
     threshold, scale = dropout_numbers(dropout_p)
     with torch.cuda.device_of(x):
         _add_norm_fwd_kernel[(triton.cdiv(rows, constants["ROWS"]),)](
@@ -173,6 +177,7 @@ def add_norm_fwd(
 
 def add_norm_bwd(
     grad_out: Tensor,
+    grad_again: Tensor | None,
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
@@ -182,11 +187,13 @@ def add_norm_bwd(
     seed: Tensor | None,
     place: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(grad_x, grad_residual, grad_weight, grad_bias). Without dropout grad_x is the residual's gradient too, and
+    """(grad_x, grad_residual, grad_weight, grad_bias) where the output's gradient is grad_out, plus grad_again if there
+    is one. Without dropout grad_x is the residual's gradient too, and
     grad_residual has no elements. The parameters' gradients have weight's dtype."""
     grad_out, x, residual, weight = by_rows(grad_out), by_rows(x), by_rows(residual), weight.contiguous()
+    grad_again = None if grad_again is None else by_rows(grad_again)
     rows, width = x.shape
-    constants, options = row_launch("bwd", width, dropout_p > 0)
+    constants, options = row_launch("bwd", width, dropout_p > 0, x.dtype)
     programs = persistent_programs(x.device, triton.cdiv(rows, constants["ROWS"]), **options)
     grad_x = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     grad_residual = torch.empty((rows, width) if dropout_p > 0 else 0, dtype=residual.dtype, device=x.device)
@@ -195,6 +202,7 @@ def add_norm_bwd(
     with torch.cuda.device_of(x):
         _add_norm_bwd_kernel[(programs,)](
             grad_out,
+            grad_again,
             x,
             residual,
             weight,
@@ -206,6 +214,7 @@ def add_norm_bwd(
             partials,
             rows,
             grad_out.stride(0),
+            0 if grad_again is None else grad_again.stride(0),
             x.stride(0),
             residual.stride(0),
             place,

@@ -106,17 +106,18 @@ def sum_partials(partials: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def persistent_options(width: int, warps: int) -> dict[str, int]:
+def persistent_options(width: int, warps: int, dtype: torch.dtype) -> dict[str, int]:
     """Launch options of a kernel whose programs loop over rows. The cap on registers is the least that spills nothing;
     persistent_programs counts on it."""
-    return {"num_warps": warps, "maxnreg": 80 if row_block(width) >= 512 else 96}
+    return {"num_warps": warps, "maxnreg": 80 if row_block(width) >= 256 * dtype.itemsize else 96}
 
 
-def row_launch(direction: str, width: int, dropout: bool) -> tuple[dict[str, Any], dict[str, int]]:
-    """The constexpr arguments and the launch options of a kernel on whole rows; "bwd" loops over tiles of them."""
+def row_launch(direction: str, width: int, dropout: bool, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, int]]:
+    """The constexpr arguments and the launch options of a kernel on whole rows of `dtype`; "bwd" loops over tiles of
+    them."""
     rows, block, warps = row_tile(width, 2048 if direction == "fwd" else 1024)
     constants = {"WIDTH": width, "BLOCK": block, "ROWS": rows, "DROPOUT": dropout}
-    return constants, {"num_warps": warps} if direction == "fwd" else persistent_options(width, warps)
+    return constants, {"num_warps": warps} if direction == "fwd" else persistent_options(width, warps, dtype)
 
 
 def persistent_programs(device: torch.device, tiles: int, num_warps: int, maxnreg: int) -> int:

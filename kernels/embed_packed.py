@@ -225,7 +225,7 @@ def embed_packed_fwd(
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=ids.device) for _ in range(2))
     if rows == 0:
         return out, mean, rstd
-    constants, options = row_launch("fwd", width, dropout_p > 0)
+    constants, options = row_launch("fwd", width, dropout_p > 0, out.dtype)
     threshold, scale = dropout_numbers(dropout_p)
     with torch.cuda.device_of(ids):
         _embed_packed_fwd_kernel[(triton.cdiv(rows, constants["ROWS"]),)](
@@ -272,7 +272,7 @@ def embed_packed_bwd(
     grad_out, token_table, position_table = by_rows(grad_out), by_rows(token_table), by_rows(position_table)
     rows, width = grad_out.shape
     tables = (token_table, position_table)
-    constants, options = row_launch("bwd", width, dropout_p > 0)
+    constants, options = row_launch("bwd", width, dropout_p > 0, grad_out.dtype)
     programs = persistent_programs(ids.device, triton.cdiv(rows, constants["ROWS"]), **options)
     partials = torch.empty((2, programs, width), dtype=torch.float32, device=ids.device)
     grad_rows = torch.empty((rows, width), dtype=torch.float32, device=ids.device) if deterministic else None

@@ -17,6 +17,7 @@ from maelm_fast.errors import UserError, unknown
 
 _RATE_STEP = 0.05
 TABLE_MULTIPLE = 64  # token-table rows are padded to this, for the matrix units
+MICRO_BATCH = 32
 
 
 def require(condition: bool, message: str) -> None:
@@ -231,8 +232,8 @@ class OptimConfig:
         warmup = self._updates(self.warmup_steps)
         require(
             0 <= warmup < self.max_steps and warmup == int(warmup),
-            f"optim.warmup_steps {self.warmup_steps} must be a whole number, at least 0 and below optim.max_steps "
-            f"{self.max_steps}, or a share of it",
+            f"optim.warmup_steps {self.warmup_steps:g} must be a whole number, at least 0 and below optim.max_steps "
+            f"{self.max_steps}, or a share of it: give --warmup",
         )
         object.__setattr__(self, "warmup_steps", int(warmup))
         self._check_cooldown()
@@ -306,9 +307,10 @@ class RuntimeConfig:
     """auto: the GPU if there is one."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """bf16: autocast over fp32 master weights. auto: bf16, but fp32 on a CPU without bf16 matrix instructions."""
-    micro_batch_size: int = 32
+    micro_batch_size: int | None = None
     """Full sequences per forward pass; of shorter ones, as many as have no more tokens in all. Gradients
-    accumulate over the update's batch. Another size draws other dropout bits, the same masks."""
+    accumulate over the update's batch. Another size draws other dropout bits, the same masks. None: what a run that
+    goes on was begun with; else on a GPU in bf16 by its memory (training/memory.py), elsewhere 32."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
     cuda_graph: bool = False
@@ -334,11 +336,19 @@ class RuntimeConfig:
     """Updates in a row with a NaN or infinite gradient (each is skipped and counted) before the run stops."""
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch_size", "log_every", "eval_every", "eval_samples", "save_every", "keep_checkpoints"):
-            require(getattr(self, name) > 0, f"runtime.{name} must be positive, not {getattr(self, name)}")
+        sizes = {} if self.micro_batch_size is None else {"micro_batch_size": self.micro_batch_size}
+        for name in ("log_every", "eval_every", "eval_samples", "save_every", "keep_checkpoints"):
+            sizes[name] = getattr(self, name)
+        for name, size in sizes.items():
+            require(size > 0, f"runtime.{name} must be positive, not {size}")
         for name in ("workers", "early_stop"):
             require(getattr(self, name) >= 0, f"runtime.{name} must not be negative, not {getattr(self, name)}")
         require(self.max_nonfinite > 0, f"runtime.max_nonfinite must be positive, not {self.max_nonfinite}")
+
+    @property
+    def sequences_at_once(self) -> int:
+        """micro_batch_size, or 32 where nobody has looked at the device."""
+        return MICRO_BATCH if self.micro_batch_size is None else self.micro_batch_size
 
 
 @dataclass(frozen=True, kw_only=True)

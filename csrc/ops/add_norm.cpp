@@ -68,17 +68,20 @@ std::tuple<Tensor, Tensor, Tensor> add_norm_native_fwd(Tensor x, Tensor residual
   return {out, mean, rstd};
 }
 
-// Without dropout the two inputs have one gradient: it is returned as grad_x, and grad_residual is empty. The bias has
-// the weight's dtype.
-std::tuple<Tensor, Tensor, Tensor, Tensor> add_norm_native_bwd(Tensor grad_out, Tensor x, Tensor residual,
-                                                               Tensor weight, Tensor mean, Tensor rstd,
-                                                               double dropout_p, std::optional<Tensor> seed,
-                                                               int64_t place, bool) {
+// The output's gradient is grad_out, plus grad_again if there is one. Without dropout the two inputs have one gradient:
+// it is returned as grad_x, and grad_residual is empty. The bias has the weight's dtype.
+std::tuple<Tensor, Tensor, Tensor, Tensor> add_norm_native_bwd(Tensor grad_out, std::optional<Tensor> grad_again,
+                                                               Tensor x, Tensor residual, Tensor weight, Tensor mean,
+                                                               Tensor rstd, double dropout_p,
+                                                               std::optional<Tensor> seed, int64_t place, bool) {
   check(x, residual);
   const int64_t rows = x.size(0), width = x.size(1);
   const Tensor weight32 = parameter(weight, kOp, "weight", width);
   grad_out = row_major(grad_out, kOp, "grad_out", width);
   require(grad_out.size(0) == rows, kOp, ": grad_out must have ", rows, " rows, as x has");
+  const bool twice = grad_again.has_value();
+  const Tensor other = twice ? row_major(*grad_again, kOp, "grad_again", width) : grad_out;
+  require(other.size(0) == rows, kOp, ": grad_again must have ", rows, " rows, as x has");
   const Dropout dropout(dropout_p, seed, place, kOp);
   Tensor grad_x = empty(x, {rows, width}, x.scalar_type());
   Tensor grad_residual = dropout.on() ? empty(x, {rows, width}, residual.scalar_type())
@@ -88,7 +91,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_norm_native_bwd(Tensor grad_out, 
   const int64_t pieces = pieces_of(rows);
   Partials partials(pieces, kVectors, width);
   const Total source(x, residual, width);
-  const Rows grads(grad_out), to_x(grad_x), to_residual(grad_residual);
+  const Rows grads(grad_out), others(other), to_x(grad_x), to_residual(grad_residual);
   const auto* w = static_cast<const float*>(weight32.data_ptr());
   const auto* means = static_cast<const float*>(mean.data_ptr());
   const auto* rstds = static_cast<const float*>(rstd.data_ptr());
@@ -100,8 +103,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_norm_native_bwd(Tensor grad_out, 
       for (int64_t row = piece_begin(piece, pieces, rows); row < last; ++row) {
         const Dropped dropped = mask.of(row);
         source.read(total.data(), row, dropped, first.data(), second.data());
-        norm_backward(total.data(), view(grads, row, first.data(), width), {means[row], rstds[row]}, w,
-                      partials.at(piece, kWeight), partials.at(piece, kBias), width);
+        const float* grad = view(grads, row, first.data(), width);
+        if (twice) {
+          add_rows(first.data(), grad, view(others, row, second.data(), width), width);
+          grad = first.data();
+        }
+        norm_backward(total.data(), grad, {means[row], rstds[row]}, w, partials.at(piece, kWeight),
+                      partials.at(piece, kBias), width);
         if (dropped.keep != nullptr) {
           store_row(to_residual, row, total.data(), width);
           drop(total.data(), total.data(), dropped, width);

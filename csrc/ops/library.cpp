@@ -18,9 +18,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(maelm_fast, library) {
       "add_norm_native_fwd(Tensor x, Tensor residual, Tensor weight, Tensor bias, float eps, float dropout_p, "
       "Tensor? seed, int place) -> (Tensor out, Tensor mean, Tensor rstd)");
   library.def(
-      "add_norm_native_bwd(Tensor grad_out, Tensor x, Tensor residual, Tensor weight, Tensor mean, Tensor rstd, "
-      "float dropout_p, Tensor? seed, int place, bool deterministic) -> (Tensor grad_x, Tensor grad_residual, "
-      "Tensor grad_weight, Tensor grad_bias)");
+      "add_norm_native_bwd(Tensor grad_out, Tensor? grad_again, Tensor x, Tensor residual, Tensor weight, Tensor mean, "
+      "Tensor rstd, float dropout_p, Tensor? seed, int place, bool deterministic) -> (Tensor grad_x, "
+      "Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)");
   library.def(
       "embed_packed_native_fwd(Tensor ids, Tensor positions, Tensor token_table, Tensor position_table, "
       "Tensor weight, Tensor bias, float eps, float dropout_p, Tensor? seed, int place, ScalarType dtype) -> "

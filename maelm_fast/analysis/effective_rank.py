@@ -153,7 +153,7 @@ def run_batches(run: LoadedRun, store: TokenStore, samples: int | None, watch: W
         f"{store.path} holds sequences of {manifest.seq_len} tokens, the model takes at most "
         f"{config.model.max_positions}: prepare the text again with shorter ones",
     )
-    samples, size = min(samples, len(store)), config.runtime.micro_batch_size
+    samples, size = min(samples, len(store)), config.runtime.sequences_at_once
     masker = Masker(config.masking.final, run.vocabulary, config.seed, encoder_sees_mask=True)
     batches: Iterable[PackedBatch] = validation_batches(store, masker, size, samples)
     return batches if watch is None else watch(batches, -(-samples // size))

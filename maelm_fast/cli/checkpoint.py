@@ -37,7 +37,7 @@ class Options:
     or not finished."""
 
     what: str = option(positional=True, metavar="COMMAND", help=f"One of {', '.join(COMMANDS)}.")
-    run: Path = option(positional=True)
+    run: Path = option(positional=True, metavar="RUN")
     """Run directory."""
     step: int | None = None
     """consolidate: of this step (default: the newest whole one)."""

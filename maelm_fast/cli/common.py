@@ -182,6 +182,10 @@ def _in_usage(name: str, field: _Field) -> str | None:
     return f"--{name.replace('_', '-')} {shown}" if field.default is dataclasses.MISSING else None
 
 
+def _asked_for(name: str, field: _Field) -> str:
+    return str(_in_usage(name, field)) if field.settings.get("positional") else _option(name)
+
+
 def _add(group: Any, name: str, field: _Field) -> None:
     settings: dict[str, Any] = {"type": field.hint, "help": _help(field)}
     given = {key: value for key, value in field.settings.items() if key not in _OURS}
@@ -264,7 +268,7 @@ def _user_error(error: Exception, argv: Sequence[str], fields: Mapping[str, _Fie
         text = f"unknown option '{_option(name)}'{did_you_mean(_option(name), [*map(_option, fields)])}"
     elif text.startswith(_REQUIRED):
         names = text.removeprefix(_REQUIRED).split(", ")
-        text = _REQUIRED + ", ".join(n if fields[n].settings.get("positional") else _option(n) for n in names)
+        text = _REQUIRED + ", ".join(_asked_for(n, fields[n]) for n in names)
     elif found := re.search(r'Parser key "([\w.]+)": .*(?:Got|Given) value: (.*)', text):
         name = found[1]
         text = f"{_option(name)} takes {_kind(fields[name].hint)}, not {found[2]}" if name in fields else text

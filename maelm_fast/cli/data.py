@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from maelm_fast.data.token_store import Manifest, Split, TokenStore
 
 SHOWN_CHARS = 1000
+FEW = 64
+"""Validation samples, below which their loss is called noise."""
 COMMANDS = {"prepare": "text to a token store; a killed run is gone on with", "show": "what is in a token store"}
 PREPARE_EXAMPLES = """
     maelm-fast data prepare corpus/ --out store
@@ -38,7 +40,7 @@ PREPARE_CHANGES: Settings = {
 class ShowOptions:
     """What is in a token store."""
 
-    store: Path = option(positional=True)
+    store: Path = option(positional=True, metavar="STORE")
     """Made by 'data prepare'."""
     samples: int = 0
     """Also so many decoded samples of each split."""
@@ -61,6 +63,12 @@ def _prepare(argv: list[str]) -> int:
     manifest = prepare(config, log=lambda line: print(line, file=sys.stderr, flush=True))
     print(_text(manifest))
     print(f"store: {config.out}")
+    if (few := manifest.splits["validation"].samples) < FEW:
+        print(
+            f"note: a loss over {few} validation samples says little: raise --validation, or name files with "
+            "--validation-input",
+            file=sys.stderr,
+        )
     return 0
 
 

@@ -7,6 +7,7 @@ there, and versions are read from the installed packages' metadata.
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import math
 import os
 import platform
@@ -53,6 +54,7 @@ def main(argv: list[str]) -> int:
         )
         print(f"usage: maelm-fast doctor\n\n{str(__doc__).partition(': ')[2].partition('.')[0]}.")
         return 0
+    logging.getLogger("maelm_fast.ops").setLevel(logging.WARNING)  # what runs is in the table
     sections = {"packages": package_rows()}
     failed = [row for row in sections["packages"] if row.state == "fail"]
     if not failed:

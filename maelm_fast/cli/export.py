@@ -21,7 +21,7 @@ EXAMPLES = """
 class Options:
     """Write a run's encoder for Hugging Face Transformers, read it back and compare."""
 
-    run: Path = option(positional=True)
+    run: Path = option(positional=True, metavar="RUN")
     """Run directory."""
     format: Literal["auto", "mpnet", "roberta", "layoutlmv3", "own"] = "auto"
     """Class to write. auto: mpnet or roberta where one of them is exact, else own: our own class, whose code is written

@@ -18,7 +18,7 @@ EXAMPLES = """
 class Options:
     """Fill every <mask> in a text with what a run's model finds likeliest."""
 
-    run: Path = option(positional=True)
+    run: Path = option(positional=True, metavar="RUN")
     """Run directory."""
     texts: tuple[str, ...] = option(positional=True, literal=True, metavar="TEXT")
     """With <mask>, or [MASK], where a token is to be found."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import signal
 import sys
 
@@ -36,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[Stderr()])
     logging.getLogger("maelm_fast").setLevel(logging.INFO)
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else it reports each of ten tries without a network
     if argv and argv[0] == "--version":
         print(f"maelm-fast {__version__}")
         return 0

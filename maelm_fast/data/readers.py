@@ -223,9 +223,10 @@ def _dataset_documents(source: str, text_field: str) -> Iterator[Document]:
 
 def _row_document(row: Any, text_field: str, where: str) -> Iterator[Document]:
     """The row's document, or nothing if its text is blank."""
+    require(isinstance(row, dict), f"{where} has no field '{text_field}': it is not an object: mend or remove it")
+    known = ", ".join(map(str, row))
     require(
-        isinstance(row, dict) and text_field in row,
-        f"{where} has no field '{text_field}': set --text-field to the one that holds the text",
+        text_field in row, f"{where} has no field '{text_field}': set --text-field to one of {known}, or leave it out"
     )
     text = row[text_field]
     require(isinstance(text, str), f"{where}: field '{text_field}' is not a string: mend or remove the row")

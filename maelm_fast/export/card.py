@@ -159,7 +159,8 @@ def _details(run: LoadedRun, architecture: str) -> dict[str, str]:
     decoder = "none: the encoder itself was trained on [MASK], as RoBERTa is"
     if model.decoder != "none":
         width = model.decoder_config.hidden_size
-        decoder = f"{model.decoder}, {model.decoder_layers} layers of {width}, used in pretraining only"
+        layers = f"{model.decoder_layers} layer{'' if model.decoder_layers == 1 else 's'} of {width}"
+        decoder = f"{model.decoder}, {layers}, used in pretraining only"
     falling = "" if masking.rate_end is None else f", falling to {masking.rate_end:g},"
     return {
         "architecture": architecture,
@@ -168,7 +169,7 @@ def _details(run: LoadedRun, architecture: str) -> dict[str, str]:
         "positions": f"{model.max_positions}, learned, {model.positions} in pretraining",
         "relative position bias": bias,
         "decoder": decoder,
-        "vocabulary": f"{model.vocab_size} tokens, byte-level BPE",
+        "vocabulary": f"{model.vocab_size:,} tokens, byte-level BPE",
         "masking": f"{masking.rate:g}{falling} of the tokens, policy {masking.policy}, {masking.shown:g} shown",
         "preset": run.record.preset,
     }

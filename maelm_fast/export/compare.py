@@ -1,7 +1,8 @@
 """Is what was written what we have? An exported directory, read back as a user would, against our model.
 
-In float64, where rounding is no excuse: right exports agree to 1e-12 or so (LayoutLMv3 to 1e-6, since it stores the
-bias scaled and rounded), wrong ones differ by far more than the tolerance. Nothing is fetched from the network.
+In float64 and plain PyTorch, where rounding is no excuse: right exports agree to 1e-12 or so (LayoutLMv3 to 1e-6,
+since it stores the bias scaled and rounded), wrong ones differ by far more than the tolerance. Nothing is fetched from
+the network.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from maelm_fast.data.tokenizer import PAD, with_mask_in_text
 from maelm_fast.errors import UserError
 from maelm_fast.masking import Vocabulary
 from maelm_fast.model.maelm import MaeLm
+from maelm_fast.ops.dispatch import REFERENCE, backends
 
 TOLERANCE = 1e-5
 _TEXTS = ("Once, upon a time.", "  two  spaces\tand ÅNGSTRÖM, 中文 🙂", "a <mask> b", "is <mask>.", "")
@@ -51,7 +53,7 @@ def compare_model(transformers: Any, model: MaeLm, path: Path, remote_code: bool
         _Padded(model, [1, max(1, half), longest], longest, "right"),
         _Padded(model, [1, min(2, longest), max(1, half)], min(longest, half + 3), "left"),
     ]
-    with torch.inference_mode(), remote_code_removed():
+    with torch.inference_mode(), remote_code_removed(), backends(REFERENCE):
         theirs = transformers.AutoModel.from_pretrained(path, **options).eval()
         pairs = [pair for batch in batches for pair in batch.hidden_states(ours, theirs)]
         layers, hidden = len(pairs) // len(batches), _largest_difference(pairs)

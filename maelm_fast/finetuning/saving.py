@@ -53,6 +53,7 @@ from maelm_fast.export.mapping import own_encoder_state, own_fields, stock_encod
 from maelm_fast.finetuning.heads import SequenceModel, SpanModel
 from maelm_fast.finetuning.problem import token_batch
 from maelm_fast.finetuning.tasks import Task
+from maelm_fast.ops.dispatch import REFERENCE, backends
 from maelm_fast.text import Form, Inputs, TextTokenizer, form_of
 from maelm_fast.training.files import damage, write_directory, write_json
 
@@ -104,7 +105,7 @@ def save(model: Model, task: Task, out: Path) -> Saved:
         (aside / "README.md").write_text(_card(saved[0], model, task), encoding="utf-8")
 
     try:
-        with quiet():
+        with quiet(), backends(REFERENCE):
             write_directory(out, fill)
     except OSError as error:
         raise UserError(f"{error.filename or out}: {error.strerror or error}; nothing was saved") from None

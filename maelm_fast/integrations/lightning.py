@@ -123,7 +123,7 @@ class MaeLmDataModule(LightningDataModule):
 
     @property
     def _micro_batch_size(self) -> int:
-        return min(self.config.runtime.micro_batch_size, self.config.optim.batch_size)
+        return min(self.config.runtime.sequences_at_once, self.config.optim.batch_size)
 
     def _trainer(self) -> Any:
         require(self.trainer is not None, "give the data to a Trainer: trainer.fit(module, data)")

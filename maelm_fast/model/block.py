@@ -89,6 +89,7 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
+        residual: Tensor,
         layout: AttentionLayout,
         bias: PositionBias | None = None,
         dropout: Dropout = Dropout(),
@@ -96,26 +97,27 @@ class Block(nn.Module):
         rows: Tensor | None = None,
         memory: Tensor | None = None,
         cross: tuple[Tensor, AttentionLayout] | None = None,
-    ) -> Tensor:
-        """x: (T, d). rows: (Tq,) the rows to compute, all if None; layout.queries describes them. memory: (Tk, d), what
-        the attention attends to; x itself if None. cross: what the cross-attention attends to, (Tk, d), and how; for
-        blocks that have one. Returns (Tq, d)."""
+    ) -> tuple[Tensor, Tensor]:
+        """x, residual: (T, d), the same rows, for the attention and for the sum around it: one tensor, or what the
+        block before returned, whose LayerNorm adds the gradients of both. rows: (Tq,) the rows to compute, all if None;
+        layout.queries describes them. memory: (Tk, d), what the attention attends to; x itself if None. cross: what the
+        cross-attention attends to, (Tk, d), and how; for blocks that have one. Returns (Tq, d) twice."""
         if rows is not None:
             memory = x if memory is None else memory
-            x = x.index_select(0, rows)
+            x = residual = residual.index_select(0, rows)
         mixed = self.attention(x, layout, bias, dropout.at(0), memory)
-        x = _add_norm(mixed, x, self.attention_norm, dropout.at(1))
+        x, residual = _add_norm(mixed, residual, self.attention_norm, dropout.at(1))
         if self.cross_attention_norm is not None and self.cross_attention is not None:
             assert cross is not None
             cross_memory, cross_layout = cross
             mixed = self.cross_attention(x, cross_layout, None, dropout.at(3), cross_memory)
-            x = _add_norm(mixed, x, self.cross_attention_norm, dropout.at(4))
+            x, residual = _add_norm(mixed, residual, self.cross_attention_norm, dropout.at(4))
         hidden = ops.feed_forward(x, self.ffn_in.weight, self.ffn_in.bias, self.ffn_out.weight, self.ffn_out.bias)
-        return _add_norm(hidden, x, self.ffn_norm, dropout.at(2))
+        return _add_norm(hidden, residual, self.ffn_norm, dropout.at(2))
 
 
-def _add_norm(x: Tensor, residual: Tensor, norm: nn.LayerNorm, dropout: Dropout) -> Tensor:
-    return ops.add_norm(x, residual, norm.weight, norm.bias, eps=norm.eps, **dropout.arguments)
+def _add_norm(x: Tensor, residual: Tensor, norm: nn.LayerNorm, dropout: Dropout) -> tuple[Tensor, Tensor]:
+    return ops.add_norm_twice(x, residual, norm.weight, norm.bias, eps=norm.eps, **dropout.arguments)
 
 
 def position_table(config: ModelConfig) -> nn.Parameter:

@@ -71,16 +71,15 @@ class SelfDecoder(Decoder):
         if self.resets_mask:
             source = source.index_fill(0, batch.masked_index.long(), -1)
         memory = self._project(encoded)
-        x = self._input(memory, source, batch.decoder.positions, token_table[mask_id])
+        x = residual = self._input(memory, source, batch.decoder.positions, token_table[mask_id])
         bias, everyone, masked = self._bias(), AttentionLayout(batch.decoder), batch.masked
         cross = (memory, AttentionLayout(batch.decoder, batch.visible)) if self.crosses else None
         for block in self.blocks[:-1]:
-            x = block(x, everyone, bias, cross=cross)
+            x, residual = block(x, residual, everyone, bias, cross=cross)
         cross = (memory, AttentionLayout(masked, batch.visible)) if self.crosses else None
-        last: Tensor = self.blocks[-1](
-            x, AttentionLayout(masked, batch.decoder), bias, rows=batch.masked_index, cross=cross
-        )
-        return last
+        chosen = AttentionLayout(masked, batch.decoder)
+        last: tuple[Tensor, Tensor] = self.blocks[-1](x, residual, chosen, bias, rows=batch.masked_index, cross=cross)
+        return last[0]
 
 
 class CrossDecoder(Decoder):
@@ -92,10 +91,10 @@ class CrossDecoder(Decoder):
         if self.resets_mask:
             source = torch.full_like(source, -1)
         memory = self._project(encoded)
-        x = self._input(memory, source, masked.positions, token_table[mask_id])
+        x = residual = self._input(memory, source, masked.positions, token_table[mask_id])
         bias, layout = self._bias(), AttentionLayout(masked, batch.visible)
         for block in self.blocks:
-            x = block(x, layout, bias, memory=memory)
+            x, residual = block(x, residual, layout, bias, memory=memory)
         return x
 
 
@@ -108,11 +107,11 @@ class CausalDecoder(Decoder):
         slots = torch.arange(batch.source.shape[0], dtype=torch.int32, device=batch.source.device)
         source = torch.where(batch.decoder.positions == 0, -1, slots - 1).int()
         tokens = F.embedding(batch.original_ids, token_table).to(encoded.dtype)
-        x = self._input(self._project(tokens), source, batch.decoder.positions, token_table[mask_id])
+        x = residual = self._input(self._project(tokens), source, batch.decoder.positions, token_table[mask_id])
         bias, everyone = self.causal_bias(), AttentionLayout(batch.decoder)
         cross = (self._project(encoded), AttentionLayout(batch.decoder, batch.visible))
         for block in self.blocks:
-            x = block(x, everyone, bias, cross=cross)
+            x, residual = block(x, residual, everyone, bias, cross=cross)
         return x
 
     def causal_bias(self) -> PositionBias:

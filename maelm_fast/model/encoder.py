@@ -59,13 +59,15 @@ class Encoder(nn.Module):
         )
         bias = self.relative_bias() if self.relative_bias is not None else None
         everyone = AttentionLayout(layout)
+        residual = x
         if layers is not None:
             layers.append(x)
         for i, block in enumerate(self.blocks):
             if last is not None and i == len(self.blocks) - 1:
-                x = block(x, AttentionLayout(last[1], layout), bias, dropout.at(1, i), rows=last[0])
+                chosen = AttentionLayout(last[1], layout)
+                x, residual = block(x, residual, chosen, bias, dropout.at(1, i), rows=last[0])
             else:
-                x = block(x, everyone, bias, dropout.at(1, i))
+                x, residual = block(x, residual, everyone, bias, dropout.at(1, i))
             if layers is not None:
                 layers.append(x)
         return x

@@ -3,7 +3,7 @@
 Each has backends (ops/dispatch.py): plain PyTorch (ops/reference) on any device, Triton kernels, compiled code.
 """
 
-from maelm_fast.ops.add_norm import add_norm
+from maelm_fast.ops.add_norm import add_norm, add_norm_twice
 from maelm_fast.ops.attention import attention, attention_varlen
 from maelm_fast.ops.attention_inputs import AttentionLayout, PositionBias
 from maelm_fast.ops.dispatch import backends, set_backends
@@ -22,6 +22,7 @@ __all__ = [
     "PaddedLayout",
     "PositionBias",
     "add_norm",
+    "add_norm_twice",
     "attention",
     "attention_varlen",
     "backends",

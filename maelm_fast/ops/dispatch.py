@@ -22,6 +22,8 @@ from maelm_fast.ops.registration import native_reason
 
 Reasons = Callable[[], list[str]]
 log = logging.getLogger(__name__)
+REFERENCE = BackendConfig(**{op.name: "reference" for op in dataclasses.fields(BackendConfig)})  # type: ignore[arg-type]
+"""Plain PyTorch for every op."""
 _default = BackendConfig()
 picked: dict[tuple[str, str], str] = {}
 """(op, kind of device) -> what "auto" took last."""

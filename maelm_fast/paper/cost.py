@@ -141,7 +141,7 @@ def measured_rate(config: RunConfig) -> float:
     device = choose_device(config.runtime)
     bf16 = choose_precision(config.runtime, device) == "bf16"
     length = config.model.max_positions
-    size = config.runtime.micro_batch_size
+    size = config.runtime.sequences_at_once
     if device.type == "cpu":
         size = max(1, min(size, _FEW_TOKENS // length))
     with torch.random.fork_rng(devices=[]):

@@ -18,7 +18,7 @@ What is true of them:
   the attention matrix P is no bound on P R W, whose factors have signs: |P - 1 r^T| has to be bounded.
 - (9) is false as printed. Its "Hoelder" step takes ||D 1||_inf where the 1-norm of an outer product has ||D 1||_1, up
   to n times as much. A family with n = 256 tokens in 257 dimensions breaks it, and one with n = 10^6 breaks the
-  composite bound too (tests/analysis/test_theory.py).
+  composite bound too (tests/paper/test_theory.py).
 - (9) holds with a factor min(n, d/4), without any condition, and the composite bound with its root. n: by the proof
   as repaired. d/4: row i of R' is the integral over t in [0, 1] of a_i^T Cov_p(X, X W_VO), where a = R W_QK,
   X = [R; U R] and p = softmax of the scores with their i-dependent part times t; entries of the covariance are at

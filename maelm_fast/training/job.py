@@ -13,16 +13,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from maelm_fast import presets
 from maelm_fast.config import ModelConfig, RunConfig, require, to_dict
 from maelm_fast.data.files import writing
+from maelm_fast.data.loader import TrainingBatches
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
+from maelm_fast.masking import Masker
+from maelm_fast.model.maelm import MaeLm
+from maelm_fast.training import memory
 from maelm_fast.training.files import write_json, write_text
 from maelm_fast.training.hardware import choose_precision, deterministic, device_name, environment
 from maelm_fast.training.initial import Initial, adapt, load_initial
 from maelm_fast.training.optim import describe, learning_rate
-from maelm_fast.training.parallel import processes
+from maelm_fast.training.parallel import Processes, processes
 from maelm_fast.training.rundir import RunDir, RunRecord, vocabulary_of
 from maelm_fast.training.trainer import Trainer, build_model
 from maelm_fast.training.verified import verify_data
@@ -40,16 +46,16 @@ def pretrain(
     Raises UserError, before anything is written, for what does not fit together; Stopped after SIGTERM or SIGINT, when
     the run is saved. several: called by each of the processes that torchrun has started, if it has; rank 0 writes and
     prints."""
-    config, run = presets.get(config) if isinstance(config, str) else config, RunDir(out)
-    with processes(config.runtime, several) as group, contextlib.ExitStack() as stack:
+    asked, run = presets.get(config) if isinstance(config, str) else config, RunDir(out)
+    with processes(asked.runtime, several) as group, contextlib.ExitStack() as stack:
         train, validation = TokenStore.open(data, "train"), TokenStore.open(data, "validation")
         tokenizer = train.tokenizer()
         vocabulary = vocabulary_of(tokenizer)
-        config = _fit_model(config, train, vocabulary.size, initial, tokenizer)
+        fitted = config = _fit_model(asked, train, vocabulary.size, initial, tokenizer)
         record = RunRecord(config.preset or "custom", str(data), train.fingerprint, initial.source if initial else None)
         say: Callable[[str], None] = print if group.is_main else lambda _: None
         precision = choose_precision(config.runtime, group.device)
-        group.from_main(lambda: stack.enter_context(_alone(run, record, config)))
+        group.from_main(lambda: stack.enter_context(_alone(run, record, fitted)))
         group.watch(run.heartbeats)
         starts = group.from_main(run.starts)
         remedy = "move the run elsewhere" if starts else "choose another --out"
@@ -59,6 +65,10 @@ def pretrain(
         if initial is not None:
             fresh = load_initial(model, initial)
             say(f"initialised from {initial.source}" + (f"; newly initialised: {_summary(fresh)}" if fresh else ""))
+        chosen = None
+        if config.runtime.micro_batch_size is None:
+            masker = Masker(config.masking.final, vocabulary, config.seed, model.encoder_sees_mask)
+            config, chosen = _with_micro_batch(config, run, model, train, masker, group, precision)
         trainer = Trainer(run, config, model, train, validation, vocabulary, group, precision)
         now = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "processes": group.world}
         starts.append({**now, **environment(group.device, precision)})
@@ -66,8 +76,8 @@ def pretrain(
             group.from_main(lambda: _start_files(run, record, config, tokenizer.to_str(), starts))
         resumed = trainer.resume()
         say(_banner(run, config, trainer, train, precision))
-        if (advice := _idle(trainer)) is not None:
-            say(advice)
+        for line in filter(None, (chosen, _idle(trainer))):
+            say(line)
         if trainer.progress.finished:
             say(f"{run.path}: already finished ({trainer.progress.finished}) at step {trainer.progress.step:,}")
             return run
@@ -117,6 +127,29 @@ def _fit_model(
             f"{model.max_positions}; prepare the data with --seq-len {model.max_positions}, or raise it"
         )
     return replace(config, model=model)
+
+
+def _with_micro_batch(
+    config: RunConfig, run: RunDir, model: MaeLm, store: TokenStore, masker: Masker, group: Processes, precision: str
+) -> tuple[RunConfig, str | None]:
+    """The configuration with the micro_batch_size that the run has, or with one that fits the GPUs and keeps all of
+    them at work; and what there is to say of it. The same on all processes."""
+
+    def sized(size: int) -> RunConfig:
+        return replace(config, runtime=replace(config.runtime, micro_batch_size=size))
+
+    before = group.from_main(lambda: run.read_config()[1].runtime if run.exists else None)
+    if before is not None or not memory.can_estimate(config, group.device, precision):
+        return sized((before or config.runtime).sequences_at_once), None
+    free, length = min(group.everyone(torch.cuda.mem_get_info(group.device)[0])), store.manifest.seq_len
+    parameters = sum(p.numel() for p in model.parameters())
+    most = memory.fitting(config, parameters, length, free)
+    size = TrainingBatches(store, masker, config.optim.batch_size, most, world=group.world).better_size(most)
+    fixed, each = memory.estimated(config, parameters, length)
+    return sized(size), (
+        f"micro-batches of {size} sequences: by an estimate {(fixed + size * each) / 2**30:.1f} of the GPU's "
+        f"{free / 2**30:.1f} GiB that are free (--runtime.micro-batch-size asks for another size)"
+    )
 
 
 def _check_same(run: RunDir, record: RunRecord, config: RunConfig) -> None:
@@ -225,7 +258,7 @@ def _banner(run: RunDir, config: RunConfig, trainer: Trainer, store: TokenStore,
 
 def _idle(trainer: Trainer) -> str | None:
     """What share of the processes' time would be lost to waiting, if it is much, and what would mend it."""
-    batches, size = trainer.batches, trainer.config.runtime.micro_batch_size
+    batches, size = trainer.batches, trainer.config.runtime.sequences_at_once
     if batches.world == 1:
         return None
     idle, better = batches.idle(size), batches.better_size(size)

@@ -67,7 +67,8 @@ class RunDir:
             record = RunRecord(**{key: data.pop(key) for key in RunRecord.__dataclass_fields__})
             return record, from_dict(RunConfig, data)
         except FileNotFoundError:
-            raise UserError(f"{self.path}: not a run directory (no config.yaml)") from None
+            why = "no config.yaml" if self.path.is_dir() else "it does not exist"
+            raise UserError(f"{self.path}: not a run directory ({why}): name the --out of a 'pretrain'") from None
         except (OSError, ValueError, yaml.YAMLError, KeyError, AttributeError, TypeError) as error:
             raise UserError(f"{self.config_file}: not a run's config.yaml ({_one_line(error)})") from None
 

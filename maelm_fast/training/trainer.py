@@ -1,5 +1,6 @@
 """Pretraining, run by loop.py. Everything it computes is a function of the configuration and the number of updates
-done: order, masks, dropout and learning rate. A run killed anywhere and started again therefore resumes bit for bit.
+done: order, masks, dropout and learning rate. A run killed anywhere and started again therefore resumes bit for bit; on
+a GPU only if runtime.deterministic, since some sums are else taken in the order in which blocks finish.
 
 A run is `Trainer(...).train()`; the parts come from outside, so that a test or another program can replace them.
 """
@@ -83,7 +84,7 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
             train,
             self.masker,
             config.optim.batch_size,
-            config.runtime.micro_batch_size,
+            config.runtime.sequences_at_once,
             mask_on_device=config.runtime.backend.mask_and_pack not in ("auto", "host"),
             rate=config.mask_rate,
             rank=processes.rank,
@@ -102,7 +103,7 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
             self.step = GraphedStep(step)
         self.rank_every, self.rank_batches = config.metrics.rank_every, list[PackedBatch]()
         if self.rank_every and processes.is_main:
-            size = config.runtime.micro_batch_size
+            size = config.runtime.sequences_at_once
             self.rank_batches = live_batches(validation, self.masker, size, config.model.hidden_size)
         self.checkpoints = checkpoint.Checkpoints(
             run.checkpoints, config.runtime.keep_checkpoints, processes, config.runtime.async_save
@@ -228,7 +229,7 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
     def evaluate(self) -> None:
         """The validation loss, into the metrics; ends the run if it has not fallen for long enough."""
         progress, runtime, processes = self.progress, self.config.runtime, self.processes
-        size, samples = runtime.micro_batch_size, runtime.eval_samples
+        size, samples = runtime.sequences_at_once, runtime.eval_samples
         batches = validation_batches(self.validation, self.masker, size, samples, processes.rank, processes.world)
         result = evaluate(self.model, batches, self.device, self.autocast, processes)
         unigram = self.validation.manifest.unigram_nats
@@ -271,7 +272,7 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
         return f"; its samples are listed in {file}; try a lower optim.lr or look at those samples"
 
     def memory(self, inputs: list[PackedBatch] | None) -> str:
-        sequences = len(inputs[0].decoder.lengths) if inputs else self.config.runtime.micro_batch_size
+        sequences = len(inputs[0].decoder.lengths) if inputs else self.config.runtime.sequences_at_once
         remedy = "lower runtime.micro_batch_size (the update's batch stays the same)"
         return f"with micro-batches of {sequences} sequences: {remedy}"
 

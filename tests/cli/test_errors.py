@@ -114,7 +114,7 @@ CASES = {
     "corpus not UTF-8": ("data prepare {p}/latin.txt --out {p}/out", "not UTF-8"),
     "corpus broken": ("data prepare {p}/broken.txt.xz --out {p}/out", "cannot be read to its end"),
     "line that is not JSON": ("data prepare {p}/bad.jsonl --out {p}/out", "line 2 is not JSON"),
-    "row without the field": ("data prepare {p}/field.jsonl --out {p}/out", "line 1 has no field 'text'"),
+    "row without the field": ("data prepare {p}/field.jsonl --out {p}/out", "line 1 has no field 'text': set"),
     "input that is to validate itself": (PREPARE + " --validation-input {p}/text.txt", "input and a validation input"),
     "vocabulary too small": (PREPARE + " --vocab-size 100", "vocab_size must lie between 261"),
     "sequence too short": (PREPARE + " --seq-len 2", "seq_len must lie between"),
@@ -129,7 +129,7 @@ CASES = {
         "cannot write /proc/none: No such file or directory; choose another --out",
     ),
     "mode that is none": (PREPARE + " --mode half", "--sample-mode takes one of full, document, not half"),
-    "run missing": ("fill {p}/none <mask>", "not a run directory"),
+    "run missing": ("fill {p}/none <mask>", "not a run directory (it does not exist)"),
     "checkpoint truncated": ("fill {p}/torn <mask>", "every checkpoint is damaged"),
     "checkpoint missing": ("fill {p}/run <mask> --step 77", "no checkpoint at step 77"),
     "text without mask": ("fill {p}/run word", "has no <mask>"),
@@ -139,6 +139,7 @@ CASES = {
     "export format that would be wrong": ("export {p}/run --format roberta", "no relative position bias"),
     "export over something": ("export {p}/run --out {p}/notrun", "exists already"),
     "show what is no store": ("data show {p}/run", "is not a token store"),
+    "nothing to fill": ("fill {p}/run", "required: TEXT ... (see"),
     "preset to show unknown": ("presets nothing", "unknown preset 'nothing'"),
 }
 

@@ -60,6 +60,7 @@ def add_norm() -> None:
             for p in (0.0, 0.1):
                 tensors = test_add_norm.inputs(1 + 5 * (1024 // width), width, dtype, parameters)
                 check_against_reference(*test_add_norm.both("triton", p), tensors)
+                check_against_reference(*test_add_norm.twice("triton", p), tensors)
 
 
 def embed_packed() -> None:

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from maelm_fast.batch import Layout, layout_of
 from maelm_fast.ops.dispatch import interpreted, triton_installed
@@ -127,6 +128,18 @@ def strided(x: Tensor, step: int = 1) -> Tensor:
     view = larger[..., 8 : 8 + x.shape[-1] * step : step]
     view.copy_(x)
     return view
+
+
+class Seen(TorchDispatchMode):
+    """The operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
 
 
 def gapped_layout(positions: int, lengths: list[int], seed: int = 0) -> Layout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from maelm_fast.ops.reference.dropout import keep_mask
 from tests.ops.checks import (
     DEVICE,
     DTYPES,
+    Seen,
     assert_as_good_as_pytorch,
     backends_of,
     check_against_reference,
@@ -41,8 +43,17 @@ def inputs(rows: int, width: int, dtype: torch.dtype, parameters: torch.dtype | 
 
 def both(backend: str, dropout_p: float = 0.0, place: int = 0) -> tuple[functools.partial, functools.partial]:
     """The op on `backend`, and the reference, as functions of x, residual, weight and bias."""
+    return _both(ops.add_norm, backend, dropout_p, place)
+
+
+def twice(backend: str, dropout_p: float = 0.0) -> tuple[functools.partial, functools.partial]:
+    """both(), of the op with two results."""
+    return _both(ops.add_norm_twice, backend, dropout_p, 3)
+
+
+def _both(op: Any, backend: str, dropout_p: float, place: int) -> tuple[functools.partial, functools.partial]:
     seed = seed_tensor() if dropout_p else None
-    call = functools.partial(ops.add_norm, eps=EPS, dropout_p=dropout_p, seed=seed, place=place)
+    call = functools.partial(op, eps=EPS, dropout_p=dropout_p, seed=seed, place=place)
     return functools.partial(call, backend=backend), functools.partial(call, backend="reference")
 
 
@@ -137,6 +148,32 @@ def test_every_run_gives_the_same_bits(backend: str) -> None:
         assert torch.equal(once, again)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_twice_adds_what_its_two_readers_say(backend: str, dtype: torch.dtype) -> None:
+    for width, dropout_p in ((6, 0.3), (100, 0.0), (768, 0.3)):
+        check_against_reference(*twice(backend, dropout_p), inputs(5, width, dtype), names=("out", *NAMES))
+    call, reference = twice(backend, 0.3)
+    for reader in (0, 1):
+        tensors = inputs(3, 40, dtype, torch.float32)
+        check_against_reference(lambda *t, i=reader: call(*t)[i], lambda *t, i=reader: reference(*t)[i], tensors)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_twice_adds_without_a_pass_of_its_own(backend: str) -> None:
+    """Exactly, in fp32: the gradients are those of the sum. No operator but the kernel's sees it."""
+    tensors = [t.requires_grad_() for t in inputs(9, 40, torch.float32)]
+    first, second = torch.randn(2, 9, 40, device=DEVICE).unbind()
+    out, again = twice(backend, 0.3)[0](*tensors)
+    assert out.data_ptr() == again.data_ptr()
+    with Seen() as seen:
+        mine = torch.autograd.grad((out, again), tensors, (first, strided(second)))
+    assert [name for name in seen.names if "add" in name] == [f"maelm_fast::add_norm_{backend}_bwd"]
+    once = both(backend, 0.3, place=3)[0](*tensors)
+    for a, b in zip(mine, torch.autograd.grad(once, tensors, first + second), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_opcheck(backend: str, dropout_p: float) -> None:
@@ -147,18 +184,19 @@ def test_opcheck(backend: str, dropout_p: float) -> None:
     _, mean, rstd = forward(*(t.detach() for t in tensors), EPS, dropout_p, seed, 1)
     x, residual, weight, _ = (t.detach() for t in tensors)
     backward = getattr(torch.ops.maelm_fast, f"add_norm_{backend}_bwd")
-    opcheck(backward, torch.randn_like(x), x, residual, weight, mean, rstd, dropout_p, seed, 1, False)
+    for grad_again in (None, torch.randn_like(x)):
+        opcheck(backward, torch.randn_like(x), grad_again, x, residual, weight, mean, rstd, dropout_p, seed, 1, False)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiles_without_a_break(backend: str) -> None:
-    run, _ = both(backend, 0.3)
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     tensors = inputs(6, 24, torch.float32)
-    for eager, traced in zip(
-        outputs_and_gradients(run, tensors), outputs_and_gradients(compiled, tensors), strict=True
-    ):
-        assert torch.equal(eager, traced)
+    for run, _ in (both(backend, 0.3), twice(backend, 0.3)):
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        for eager, traced in zip(
+            outputs_and_gradients(run, tensors), outputs_and_gradients(compiled, tensors), strict=True
+        ):
+            assert torch.equal(eager, traced)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

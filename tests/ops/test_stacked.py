@@ -10,19 +10,7 @@ from maelm_fast.batch import layout_of
 from maelm_fast.ops import AttentionLayout, PositionBias, attention
 from maelm_fast.ops.dispatch import triton_installed
 from maelm_fast.ops.stacked import stack_of, unstack
-from tests.ops.checks import DEVICE
-
-
-class Seen(torch.utils._python_dispatch.TorchDispatchMode):
-    """The operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
+from tests.ops.checks import DEVICE, Seen
 
 
 def test_stack_of_what_lies_side_by_side() -> None:
