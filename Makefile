@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 RESULTS ?= benchmarks/results
 SOURCES := $(wildcard csrc/*.h csrc/*/*)
 
-.PHONY: help setup demo test quick lint types budget unit test-slow emulate chaos gpu gpu-gate gpu-headline gpu-attention gpu-rest gpu-list bench bench-save bench-compare report clean
+.PHONY: help setup demo test quick lint types budget unit test-slow emulate chaos gpu gpu-gate gpu-headline gpu-attention gpu-rest gpu-list bench bench-save bench-compare bench-floor report clean
 
 help:
 	@echo "make demo       pretrain a small encoder on text found on this machine, and look at it (a few minutes)"
@@ -16,7 +16,8 @@ help:
 	@echo "make emulate    every Triton kernel as an A100 runs it, instruction by instruction on the CPU, and checked"
 	@echo "make chaos      a small run and its data killed a hundred times and damaged in every way; its last line has the counts"
 	@echo "make report     the tables of the READMEs, written from benchmarks/results/"
-	@echo "make bench-save | bench-compare   the ops and the host code now, and against what was saved"
+	@echo "make bench-floor   ratios over what is replaced, in CPU seconds, against benchmarks/floors.json; for a nightly job"
+	@echo "make bench-save | bench-compare   the same now, and against what was saved"
 	@echo "make gpu        GPU tests and benchmarks with the Python in PYTHON and nothing installed, rows into RESULTS; its parts"
 	@echo "                are gpu-gate | gpu-headline | gpu-attention | gpu-rest; make gpu-list says what they run"
 
@@ -73,10 +74,15 @@ report: setup
 	$(BIN)/python -m benchmarks.report --write
 
 bench-save: setup
-	$(BIN)/python -m pytest benchmarks/bench_ops.py --benchmark-save=baseline
+	@mkdir -p .benchmarks
+	$(BIN)/python -m benchmarks.floor --save .benchmarks/floors.json
 
 bench-compare: setup
-	$(BIN)/python -m pytest benchmarks/bench_ops.py --benchmark-compare --benchmark-compare-fail=median:10%
+	$(BIN)/python -m benchmarks.floor --floors .benchmarks/floors.json
+
+# Nightly: ratios in CPU seconds, so that other work on the machine matters little. Fails where one is below its floor.
+bench-floor: setup
+	$(BIN)/python -m benchmarks.floor
 
 # The machine's own packages, whatever they are: what is missing is skipped with its name. make gpu RESULTS=FOLDER
 gpu gpu-gate gpu-headline gpu-attention gpu-rest:

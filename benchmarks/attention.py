@@ -32,7 +32,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,18 +42,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.measure import (
-    GATE,
-    Call,
-    Failed,
-    append_rows,
-    distance,
-    environment,
-    quartiles,
-    reason,
-    release,
-    turns,
-)
+from benchmarks.measure import GATE, Call, Failed, distance, environment, quartiles, reason, release, times_base, turns
+from benchmarks.program import Parser, count, ours_failed, recorded, several, start
 from benchmarks.registry import t5_line
 from benchmarks.rows import Row
 from maelm_fast import ops
@@ -202,25 +191,20 @@ class Contestant:
         return packed + [g for g in grads[3:] if g.dim() == 2]  # SDPA has the written-out bias's, not the line's
 
     def call(self, phase: str) -> Call:
-        if phase == "once":
-            assert self.once is not None
-            return self.once
-        if phase == "bwd":
-            graph: list[Tensor] = []  # of a forward pass, made by the first call
+        graph: list[Tensor] = []  # of a forward pass, made by the first call
 
-            def backward() -> Any:
-                graph[:] = graph or [self.forward()]
-                return torch.autograd.grad(graph[0], self.wanted, self.upstream, retain_graph=True)
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return self.forward()
 
-            return backward
-        return self._fwd if phase == "fwd" else self._both
+        def backward() -> Any:
+            graph[:] = graph or [self.forward()]
+            return torch.autograd.grad(graph[0], self.wanted, self.upstream, retain_graph=True)
 
-    def _fwd(self) -> Tensor:
-        with torch.no_grad():
-            return self.forward()
+        def both() -> Any:
+            return torch.autograd.grad(self.forward(), self.wanted, self.upstream)
 
-    def _both(self) -> Any:
-        return torch.autograd.grad(self.forward(), self.wanted, self.upstream)
+        return {"fwd": forward, "bwd": backward, "fwd+bwd": both, "once": self.once or forward}[phase]
 
 
 def contestant(name: str, backend: str, work: Work) -> Contestant:
@@ -339,7 +323,7 @@ def entrants(setting: Setting) -> tuple[list[tuple[Contestant, float | None]], d
 
 def measured(setting: Setting, rounds: int) -> Iterator[Row]:
     """Rows as they become known: of who is skipped, and why, then of each phase for each contestant that has it."""
-    names, lengths = setting.names(), setting.lengths
+    names, lengths, yardstick = setting.names(), setting.lengths, YARDSTICK[setting.device]
 
     def row(name: str, phase: str | None, skipped: str | None, **fields: Any) -> Row:
         return {
@@ -372,15 +356,13 @@ def measured(setting: Setting, rounds: int) -> Iterator[Row]:
     kernels = {one.name: longest_kernel(one, setting.device) for one, _ in made}
     for phase, factor in PHASES.items():
         able = [(one, apart) for one, apart in made if one.name not in skipped and (phase != "once" or one.once)]
-        failed: dict[int, str] = {}
-        taken = turns([one.call(phase) for one, _ in able], setting.device, rounds, failed)
-        skipped |= {able[index][0].name: why for index, why in failed.items()}
-        yield from (row(able[index][0].name, phase, why) for index, why in failed.items())
-        base = {one.name: s for (one, _), s in zip(able, taken, strict=True)}.get(YARDSTICK[setting.device])
-        base = None if YARDSTICK[setting.device] in skipped or phase == "once" else base
-        for (one, apart), seconds in zip(able, taken, strict=True):
-            if one.name in skipped:
+        taken, failed = turns({one.name: one.call(phase) for one, _ in able}, setting.device, rounds)
+        skipped |= failed
+        for one, apart in able:
+            if one.name in failed:
+                yield row(one.name, phase, failed[one.name])
                 continue
+            ratio = None if phase == "once" else times_base(taken, one.name, yardstick)
             yield row(
                 one.name,
                 phase,
@@ -388,10 +370,10 @@ def measured(setting: Setting, rounds: int) -> Iterator[Row]:
                 gate=float(f"{furthest:.2g}"),
                 kernel=kernels[one.name],
                 from_ours=None if apart is None else float(f"{apart:.2g}"),
-                ms=quartiles([1000 * s for s in seconds]),
-                tflop_per_s=quartiles([factor * setting.flops / s / 1e12 for s in seconds]),
-                yardstick=YARDSTICK[setting.device] if base else None,
-                ratio=quartiles([b / s for b, s in zip(base, seconds, strict=True)]) if base else None,
+                ms=quartiles([1000 * s for s in taken[one.name]]),
+                tflop_per_s=quartiles([factor * setting.flops / s / 1e12 for s in taken[one.name]]),
+                yardstick=yardstick if ratio else None,
+                ratio=ratio,
             )
 
 
@@ -408,15 +390,6 @@ def longest_kernel(one: Contestant, device: str) -> str | None:
         print(f"{one.name}: not profiled: {reason(error)}")
         return None
     return max(events, key=lambda event: event.self_device_time_total).key if events else None
-
-
-def told(row: Row) -> str:
-    if row["skipped"] is not None:
-        return f"  {row['phase'] or '':8}{row['contestant']}: {row['skipped']}"
-    ms, speed, ratio = row["ms"], row["tflop_per_s"], row["ratio"]
-    spread = f"{ms['median']:10.3f} [{ms['q1']:.3f}, {ms['q3']:.3f}]"
-    over = f"{ratio['median']:8.2f} [{ratio['q1']:.2f}, {ratio['q3']:.2f}]" if ratio else "       -"
-    return f"  {row['phase']:8}{row['contestant']:26}{spread:34}{speed['median']:10.3f}{over}"
 
 
 def settings(names: Sequence[str], tokens: int, device: str) -> list[Setting]:
@@ -444,55 +417,33 @@ def listing(setting: Setting) -> Iterator[str]:
         yield f"  {names[name]} ({backend}{size})"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--cases", default="all", help="separated by commas")
-    parser.add_argument("--sequences", type=int, help="of the case kept; the other cases have as many tokens")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--list", action="store_true", help="name every case and contestant with sizes; run nothing")
-    parser.add_argument("--out", type=Path, help="JSONL file that the rows are appended to")
-    options = parser.parse_args(arguments)
-    names = list(CASES) if options.cases == "all" else options.cases.split(",")
-    if unknown := [name for name in names if name not in CASES]:
-        parser.error(f"unknown case {', '.join(unknown)}; there are: {', '.join(CASES)}")
+def run(options: argparse.Namespace) -> int:
     device = options.device
-    rounds = ROUNDS[device] if options.rounds is None else options.rounds
-    sequences = SEQUENCES[device] if options.sequences is None else options.sequences
-    if rounds < 1 or sequences < 1:
-        parser.error("--rounds and --sequences must be at least 1")
-    everything = settings(names, sequences * CASES["kept"].lengths(1)[0], device)
+    sequences, rounds = options.sequences or SEQUENCES[device], options.rounds or ROUNDS[device]
+    everything = settings(options.cases, sequences * CASES["kept"].lengths(1)[0], device)
     if options.list:
         print("\n".join(line for setting in everything for line in listing(setting)))
         return 0
-    if device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device is visible")
     machine = environment(device)
-    print(
-        f"{machine['device']}, {machine['threads']} threads, load {machine['load']}, torch {machine['torch']}, "
-        f"commit {machine['commit']}"
-    )
-    print(
-        f"{HEADS} heads of {HEAD_DIM}, {str(DTYPE[device]).removeprefix('torch.')}, {rounds} rounds; milliseconds "
-        f"[quartiles], TFLOP/s, times {YARDSTICK[device]} [quartiles]"
-    )
-    ours_failed = False
+
+    def rows() -> Iterator[Row]:
+        for setting in everything:
+            yield from (machine | row for row in measured(setting, rounds))
+            release()
+
     # A compiled backward pass refuses to be walked twice, unless it is told not to reuse what the forward pass kept. It
     # asks on the thread it runs in, and a configuration holds for one thread: hence no others.
-    try:
-        with functorch_config.patch(donated_buffer=False), torch.autograd.set_multithreading_enabled(False):
-            for setting in everything:
-                print(next(listing(setting)))
-                for row in measured(setting, rounds):
-                    print(told(row), flush=True)
-                    ours_failed = ours_failed or (row["contestant"] == "ours" and row["skipped"] is not None)
-                    if options.out:
-                        append_rows(options.out, [machine | row])
-                release()
-    except UserError as error:  # ours cannot run here
-        print(f"python -m benchmarks.attention: error: {error}", file=sys.stderr)
-        return 2
-    return 1 if ours_failed else 0
+    with functorch_config.patch(donated_buffer=False), torch.autograd.set_multithreading_enabled(False):
+        return ours_failed(recorded("attention", rows(), options.out))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser("attention", __doc__, device="auto")
+    parser.add_argument("--cases", type=several(*CASES), default=list(CASES), help="separated by commas")
+    parser.add_argument("--sequences", type=count, help="of the case kept; the other cases have as many tokens")
+    parser.add_argument("--rounds", type=count)
+    parser.add_argument("--list", action="store_true", help="name every case and contestant with sizes; run nothing")
+    return start(parser, run, arguments)
 
 
 if __name__ == "__main__":

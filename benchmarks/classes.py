@@ -9,5 +9,6 @@ CLASSES = {
     "gelu": "GELU and the feed-forward's first bias, where no product does them",
     "loss": "softmax and cross-entropy, without the projection",
     "optimizer": "gradient norm, clipping, AdamW",
+    "dropout": "dropout where it is a kernel of its own; ours is a part of norm and attention",
     "other": "everything else: copies, casts, additions, zeroing",
 }

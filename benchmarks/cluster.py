@@ -11,6 +11,7 @@ not at all. Left out: evaluation, saving, waiting for the slowest process, failu
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from functools import cache
 
 import torch
 
+from benchmarks.cost import DOLLARS_PER_HOUR, dollars, most_kilowatt_hours
 from benchmarks.projection import CARDS, projected
+from benchmarks.tables import span
 from maelm_fast import presets
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.reporting import table
@@ -31,16 +34,14 @@ BACKWARD = 2 / 3  # of a micro-batch's time
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes a second and direction of a GPU, in a node and between nodes: data sheets times `share`, which is assumed.
-    price: dollars a GPU-hour, to be replaced by yours."""
+    """Bytes a second and direction of a GPU, in a node and between nodes: data sheets times `share`, an assumption."""
 
     nvlink: float
     network: float
-    price: float
     share: float = 0.7
 
 
-LINKS = {"a100": Links(300e9, 25e9, 2.2), "h200": Links(450e9, 50e9, 4.0)}  # 200 and 400 Gb/s of network for each GPU
+LINKS = {"a100": Links(300e9, 25e9), "h200": Links(450e9, 50e9)}  # 200 and 400 Gb/s of network for each GPU
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,11 @@ def training() -> list[list[str]]:
     rows = []
     for model in MODELS:
         optim = presets.get(model).optim
-        for card, links in LINKS.items():
+        for card in LINKS:
             for gpus in GPUS:
                 taken = update(model, card, gpus, optim.batch_size).taken
                 hours = [seconds * optim.max_steps / 3600 for seconds in taken]
-                dollars = [h * gpus * links.price for h in hours]
+                price = next(price for gpu, price in DOLLARS_PER_HOUR.items() if CARDS[card].name.startswith(gpu))
                 rows.append(
                     [
                         model,
@@ -93,7 +94,7 @@ def training() -> list[list[str]]:
                         str(gpus),
                         span(hours, ".3g"),
                         span([h * gpus for h in hours], ",.0f"),
-                        span(dollars, ",.0f"),
+                        span([h * gpus * price for h in hours], ",.0f"),
                     ]
                 )
     return rows
@@ -111,14 +112,23 @@ def weak_scaling() -> list[list[str]]:
     return rows
 
 
-def span(ends: Sequence[float], spec: str) -> str:
-    return " to ".join(dict.fromkeys(format(end, spec) for end in ends))
+def tokens() -> list[list[str]]:
+    """What 1B tokens cost on one GPU."""
+    rows = []
+    for model, card in itertools.product(MODELS, LINKS):
+        name = CARDS[card].name
+        rates = [MICRO_BATCH * 512 / seconds for seconds in update(model, card, 1, MICRO_BATCH).taken]
+        price = [cost for rate in rates if (cost := dollars(name, rate)) is not None]
+        power = [most_kilowatt_hours(name, rate) for rate in rates]
+        rows.append([model, name, span(price, ".2f"), span(power, ".1f")])
+    return rows
 
 
 def report() -> str:
     whole = table(("model", "GPU", "GPUs", "hours", "GPU-hours", "dollars"), training())
     weak = table(("GPU", "GPUs", "ms to send the gradients", "of N times one GPU's rate"), weak_scaling())
-    return "\n".join([*whole, *weak]).rstrip()
+    each = table(("model", "GPU", "dollars per 1B tokens", "kWh per 1B tokens, at most"), tokens())
+    return "\n".join([*whole, *weak, *each]).rstrip()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

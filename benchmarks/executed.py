@@ -70,23 +70,8 @@ def counted(case: Case) -> Iterator[dict[str, Any]]:
     leaves = [inputs[name].requires_grad_() for name in entry.gradients if inputs[name] is not None]
     RECORD.counts = {}
     if case.op == "attention":
-        bias = ops.PositionBias(inputs["line"], inputs["positions"]) if case.bias else None
-        out = ops.attention(
-            inputs["q"],
-            inputs["k"],
-            inputs["v"],
-            inputs["layout"],
-            bias,
-            dropout_p=0.1 if case.dropout else 0.0,
-            seed=inputs["seed"],
-            place=1,
-            backend="triton",
-        )
-    elif case.twice:
-        numbers: dict[str, Any] = {"eps": registry.EPS, "dropout_p": registry.DROPOUT, "place": 1}
-        out = torch.stack(ops.add_norm_twice(**inputs, **numbers, backend="triton"))
-    else:
-        out = entry.call(inputs, "triton")
+        inputs |= {"dropout_p": 0.1 if case.dropout else 0.0} | ({} if case.bias else {"line": None})
+    out = torch.stack(ops.add_norm_twice(**inputs, backend="triton")) if case.twice else entry(inputs, backend="triton")
     if leaves:
         torch.autograd.grad(out.sum(), leaves, allow_unused=True)
     units = {

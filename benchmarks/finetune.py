@@ -36,7 +36,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.measure import Failed, environment, quartiles, ratios, transformers_version
-from benchmarks.program import Parser, count, record, several, start
+from benchmarks.program import Parser, count, recorded, several, start
 from benchmarks.report_ops import TRAINERS
 from benchmarks.rows import Row
 from maelm_fast import presets
@@ -274,7 +274,7 @@ def run(options: argparse.Namespace) -> None:
         model = options.model or Path(scratch) / f"roberta_{options.shape}"
         if options.model is None:
             write_model(options.shape, model)
-        record("finetune", compare(Comparison(model, data, config), names, options.rounds), options.out)
+        recorded("finetune", compare(Comparison(model, data, config), names, options.rounds), options.out)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -63,10 +63,12 @@ def targets() -> dict[str, list[Step]]:
             Step("updates", [*on_gpu, "tests/gpu/test_updates.py", "tests/training/test_step.py"], 0.7, 1.5),
         ],
         "headline": [train_step("bias", *presets, bias, 3.5, 4.5), train_step("neither", *presets, neither, 2.5, 3.0)],
-        "attention": [attention_of_kept(3.0, 5.0)],
+        "attention": [attention_of_kept(3.0, 5.0), Step("peers", [*tests, peers], 0.5, 0.7)],
         "rest": [
             # in settings of their own: of a setting the newest run counts
-            train_step("update", "base,base_accumulated,base_graph", "", (*bias[:3], "off"), 1.0, 1.3),
+            train_step("update", "base,base_accumulated,base_graph", "", (*bias[:3], "off"), 1.0, 1.2),
+            # where launches take longest: if the graph wins here, runtime.cuda_graph should be on where it applies
+            train_step("graph", "small,small_graph", "", ("--dropouts", "0", "--biases", "on"), 0.3, 0.5, seq=128),
             train_step("eager", "base", "hf,hf_eager,padded", bias, 0.7, 0.9, batch=64),
             Step(
                 "ops", "benchmarks.ops --device cuda --dtype bf16 --sequences 256".split(), 1.5, 1.8, "ops_cuda.jsonl"
@@ -80,21 +82,32 @@ def targets() -> dict[str, list[Step]]:
             ),
             Step(
                 "runs",
-                [*on_gpu, "tests/gpu/test_runs.py", "tests/gpu/test_streams.py", "tests/training/test_run.py"],
-                0.6,
+                [
+                    *on_gpu,
+                    "tests/gpu/test_runs.py",
+                    "tests/gpu/test_streams.py",
+                    *(f"tests/training/test_{name}.py" for name in ("run", "memory")),
+                ],
                 0.9,
+                1.3,
             ),
-            Step("peers", [*tests, peers], 0.5, 0.7),
             Step("sanitizer", [*on_gpu, "tests/gpu/test_sanitizer.py"], 0.9, 1.2),
         ],
     }
 
 
 def train_step(
-    name: str, models: str, peers: str, case: Sequence[str], estimate: float, limit: float, batch: int = 256
+    name: str,
+    models: str,
+    peers: str,
+    case: Sequence[str],
+    estimate: float,
+    limit: float,
+    batch: int = 256,
+    seq: int = 512,
 ) -> Step:
     command = ["benchmarks.train_step", "--device", "cuda", "--models", models, "--peers", peers, *case]
-    command += ["--precision", "bf16", "--batch", str(batch), "--rounds", "3"]
+    command += ["--precision", "bf16", "--batch", str(batch), "--seq", str(seq), "--rounds", "3"]
     return Step(name, command, estimate, limit, "train_step_cuda.jsonl")
 
 

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from datetime import UTC, datetime
@@ -38,15 +38,15 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm().div(b.double().norm().clamp(min=1e-30)).item())
 
 
-def timed(call: Call, device: str) -> float:
+def timed(call: Call, device: str, clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds per call, over as many calls as make a turn."""
     if device == "cuda":
         return _timed_cuda(call)
     count, seconds = 0, 0.0
     while seconds < TURN_SECONDS:
-        began = time.perf_counter()
+        began = clock()
         call()
-        seconds += time.perf_counter() - began
+        seconds += clock() - began
         count += 1
     return seconds / count
 
@@ -63,30 +63,27 @@ def _timed_cuda(call: Call, count: int = 5) -> float:
     return float(statistics.median(start.elapsed_time(end) for start, end in events)) / 1000
 
 
-def turns(calls: Sequence[Call], device: str, rounds: int, failed: dict[int, str] | None = None) -> list[list[float]]:
-    """Seconds of each call in each round, the calls taking turns. failed: takes the reason why a call failed, by its
-    number; such a call has no further turn, and the others go on. None: the error is raised."""
-    taken: list[list[float]] = [[] for _ in calls]
-    for index, call in enumerate(calls):
-        with _noted(failed, index):
-            for _ in range(3):
-                call()
-    for _ in range(rounds):
-        for index, call in enumerate(calls):
-            if failed is None or index not in failed:
-                with _noted(failed, index):
-                    taken[index].append(timed(call, device))
-    return taken
-
-
-@contextlib.contextmanager
-def _noted(failed: dict[int, str] | None, index: int) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if failed is None:
-            raise
-        failed[index] = reason(error)
+def turns(
+    calls: Mapping[str, Call], device: str, rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds of each call in each round, the calls taking turns; and of those that failed, which have no further turn,
+    why."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    failed: dict[str, str] = {}
+    for round_ in range(-1, rounds):
+        for name, call in calls.items():
+            if name in failed:
+                continue
+            try:
+                if round_ < 0:
+                    for _ in range(3):
+                        call()
+                else:
+                    taken[name].append(timed(call, device, clock))
+            except Exception as error:
+                failed[name] = reason(error)
+                del taken[name]
+    return taken, failed
 
 
 class Failed(Exception):
@@ -108,6 +105,13 @@ def reason(error: Exception) -> str:
 def quartiles(values: Sequence[float]) -> dict[str, float]:
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
     return {"median": round(middle, 4), "q1": round(low, 4), "q3": round(high, 4)}
+
+
+def times_base(taken: Mapping[str, Sequence[float]], name: str, base: str) -> dict[str, float] | None:
+    """Quartiles of base's seconds over name's, round by round; None without base."""
+    if base not in taken:
+        return None
+    return quartiles([theirs / mine for theirs, mine in zip(taken[base], taken[name], strict=True)])
 
 
 def ratios(taken: Mapping[str, Sequence[float]], name: str, inverse: bool = False) -> dict[str, dict[str, float]]:

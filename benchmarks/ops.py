@@ -17,23 +17,24 @@ Who fails has a row with the reason, and the others go on; the exit status is 1 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.measure import GATE, Call, Failed, append_rows, distance, environment, quartiles, reason, turns
+from benchmarks.measure import GATE, Call, Failed, distance, environment, quartiles, reason, times_base, turns
+from benchmarks.program import Parser, count, ours_failed, recorded, several, start
 from benchmarks.registry import ENTRIES, Entry, Inputs, Setting
 from benchmarks.rows import Row
 from maelm_fast import native
-from maelm_fast.config import MaskingConfig
+from maelm_fast.config import MaskingConfig, require
 from maelm_fast.data.masking import pack, pack_plain
 from maelm_fast.data.packing import best_fit, best_fit_numpy
 from maelm_fast.masking import Masker, Vocabulary
@@ -54,41 +55,45 @@ def contestants(entry: Entry, setting: Setting) -> tuple[list[Contestant], dict[
     """Ours first, then plain PyTorch; ours is left out where plain PyTorch is what runs. And why others cannot run."""
     inputs = entry.inputs(setting)
     ours = backend_of(entry, inputs)
-    calls = {"ours": (entry.call, ours)} if ours != "reference" else {}
-    calls["pytorch"] = (entry.call, "reference")
+    calls: dict[str, tuple[Callable[[Inputs], Any], str]] = {}
+    if ours != "reference":
+        calls["ours"] = (functools.partial(entry, backend=ours), ours)
+    plain = functools.partial(entry, backend="reference")
+    calls["pytorch"] = (plain, "reference")
     if setting.device == "cuda":
         if entry.name != "attention":  # whose reference loops over sequences
-            compiled = torch.compile(lambda i: entry.call(i, "reference"), fullgraph=True)
-            calls["compiled"] = (_ignoring_backend(compiled), "inductor")
-        calls |= {name: (_ignoring_backend(peer), name) for name, peer in entry.peers.items()}
+            calls["compiled"] = (torch.compile(plain, fullgraph=True), "inductor")
+        calls |= {name: (peer, name) for name, peer in entry.peers.items()}
     made, skipped = [], {}
     for name, (call, backend) in calls.items():
         try:
-            made.append(contestant(replace(entry, call=call), inputs, name, backend))
+            made.append(contestant(name, backend, call, inputs, entry.gradients))
         except Exception as error:
             skipped[name] = reason(error)
     return made, skipped
 
 
-def _ignoring_backend(peer: Callable[[Inputs], Any]) -> Callable[[Inputs, str | None], Any]:
-    return lambda inputs, _: peer(inputs)
-
-
-def contestant(entry: Entry, inputs: Inputs, name: str, backend: str) -> Contestant:
-    leaves = {k: v.detach().requires_grad_() if k in entry.gradients else v for k, v in inputs.items()}
-    wanted = [leaves[k] for k in entry.gradients]
+def contestant(
+    name: str, backend: str, call: Callable[[Inputs], Any], inputs: Inputs, gradients: Sequence[str]
+) -> Contestant:
+    leaves, wanted = _leaves(inputs, gradients)
     with torch.no_grad():
-        out = entry.call(leaves, backend)
+        out = call(leaves)
         upstream = torch.randn_like(out) if wanted else None
 
     def forward() -> Any:
         with torch.no_grad():
-            return entry.call(leaves, backend)
+            return call(leaves)
 
     def both() -> Any:
-        return torch.autograd.grad(entry.call(leaves, backend), wanted, upstream, allow_unused=True)
+        return torch.autograd.grad(call(leaves), wanted, upstream, allow_unused=True)
 
     return Contestant(name, backend, forward, both)
+
+
+def _leaves(inputs: Inputs, gradients: Sequence[str]) -> tuple[Inputs, list[Tensor]]:
+    leaves = {k: v.detach().requires_grad_() if k in gradients else v for k, v in inputs.items()}
+    return leaves, [leaves[k] for k in gradients]
 
 
 def backend_of(entry: Entry, inputs: Inputs) -> str:
@@ -103,7 +108,7 @@ def backend_of(entry: Entry, inputs: Inputs) -> str:
     dispatch.pick = spy  # type: ignore[assignment]
     try:
         with torch.no_grad():
-            entry.call(inputs, "auto")
+            entry(inputs, backend="auto")
     finally:
         dispatch.pick = original
     return chosen[0]
@@ -111,29 +116,27 @@ def backend_of(entry: Entry, inputs: Inputs) -> str:
 
 def gate(entry: Entry, setting: Setting) -> float:
     """The largest relative distance of an output or a gradient from plain PyTorch's. Failed if it is too large."""
-    small = replace(setting, sequences=2)
     torch.manual_seed(0)
-    inputs = entry.inputs(small)
+    inputs = entry.inputs(replace(setting, sequences=2))
     results: list[list[Tensor]] = []
     for backend in ("auto", "reference"):
-        leaves = {k: v.detach().requires_grad_() if k in entry.gradients else v for k, v in inputs.items()}
-        out = entry.call(leaves, backend)
+        leaves, wanted = _leaves(inputs, entry.gradients)
+        out = entry(leaves, backend=backend)
         torch.manual_seed(1)
-        wanted = [leaves[k] for k in entry.gradients]
         grads = torch.autograd.grad(out, wanted, torch.randn_like(out)) if wanted else ()
         results.append([out, *grads])
-    distances = [distance(a, b) for a, b in zip(*results, strict=True)]
-    if not max(distances) <= GATE[setting.dtype]:  # NaN fails too
-        raise Failed(f"gate: {entry.name} differs from plain PyTorch by {max(distances):.2g}; nothing is timed")
-    return max(distances)
+    furthest = max(distance(a, b) for a, b in zip(*results, strict=True))
+    if not furthest <= GATE[setting.dtype]:  # NaN fails too
+        raise Failed(f"gate: {entry.name} differs from plain PyTorch by {furthest:.2g}; nothing is timed")
+    return furthest
 
 
 def copy_bandwidth(device: str) -> float:
     """Bytes read and written per second by a large copy."""
     source = torch.ones((1 << 30) if device == "cuda" else (1 << 28), dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    seconds = turns([lambda: target.copy_(source)], device, 5)[0]
-    return 2 * source.nbytes / statistics.median(seconds)
+    taken, _ = turns({"copy": lambda: target.copy_(source)}, device, 5)
+    return 2 * source.nbytes / statistics.median(taken["copy"])
 
 
 def op_rows(entry: Entry, setting: Setting, rounds: int, bandwidth: float) -> Iterator[Row]:
@@ -160,13 +163,13 @@ def op_rows(entry: Entry, setting: Setting, rounds: int, bandwidth: float) -> It
     them, skipped = contestants(entry, setting)
     yield from (row(name, name, "gate", why) for name, why in skipped.items())
     for index, phase in enumerate(("forward", "forward+backward") if entry.gradients else ("forward",)):
-        failed: dict[int, str] = {}
-        taken = turns([c.both if index else c.forward for c in them], setting.device, rounds, failed)
-        yield from (row(them[i].name, them[i].backend, phase, why) for i, why in failed.items())
-        able = [(c, seconds) for i, (c, seconds) in enumerate(zip(them, taken, strict=True)) if i not in failed]
-        base = next((seconds for c, seconds in able if c.name == "pytorch"), None)
-        for one, seconds in able:
-            moved = entry.moved(setting)[index] if entry.moved else None
+        moved = entry.moved(setting)[index] if entry.moved else None
+        taken, failed = turns({c.name: c.both if index else c.forward for c in them}, setting.device, rounds)
+        for one in them:
+            if one.name in failed:
+                yield row(one.name, one.backend, phase, failed[one.name])
+                continue
+            seconds = taken[one.name]
             yield row(
                 one.name,
                 one.backend,
@@ -174,7 +177,7 @@ def op_rows(entry: Entry, setting: Setting, rounds: int, bandwidth: float) -> It
                 None,
                 gate=float(f"{furthest:.2g}"),
                 ms=quartiles([1000 * s for s in seconds]),
-                ratio=quartiles([b / s for b, s in zip(base, seconds, strict=True)]) if base else None,
+                ratio=times_base(taken, one.name, "pytorch"),
                 copy_share=round(moved / statistics.median(seconds) / bandwidth, 3) if moved else None,
             )
 
@@ -185,119 +188,89 @@ def listing(entry: Entry, device: str) -> str:
     return f"  {entry.name}: {', '.join(['ours', 'pytorch', *others])}"
 
 
-def host_rows(rounds: int) -> list[dict[str, Any]]:
-    """Mask drawing with packing, and best-fit packing of documents: compiled code against its reference."""
-    if native.host() is None:
-        print(f"host code: {native.reasons['host']}")
-        return []
+@dataclass(frozen=True)
+class HostCase:
+    """Compiled code of the host and its reference. note: what it gives, from its seconds."""
+
+    name: str
+    ours: Call
+    numpy: Call
+    note: Callable[[float], str]
+
+
+def host_cases() -> list[HostCase]:
+    """Mask drawing with packing, and best-fit packing of documents. Failed unless both give the same."""
     draw = np.random.default_rng(0)
     vocabulary, every = Vocabulary(32768, 32767, (0, 1, 2, 3, 32767)), np.arange(32)
     ids = list(draw.integers(5, 32767, (32, 512)).astype(np.uint16))
     arguments = (ids, every, np.zeros_like(every), Masker(MaskingConfig(), vocabulary, 0, False))
     documents = np.clip(np.exp(draw.normal(5.5, 1.0, 20_000)), 2, 2048).astype(np.int64)
-    bins, count = best_fit(documents, 16384)
+    bins, bins_used = best_fit(documents, 16384)
     theirs, their_count = best_fit_numpy(documents, 16384)
     pairs = zip(pack(*arguments).tensors, pack_plain(*arguments).tensors, strict=True)
     same = all(torch.equal(a, b) for a, b in pairs)
-    if not same or count != their_count or not np.array_equal(bins, theirs):
-        raise SystemExit("gate: the compiled host code and the reference disagree; nothing is timed")
-    cases: list[tuple[str, Call, Call, str]] = [
-        ("mask and pack 32 x 512", lambda: pack(*arguments), lambda: pack_plain(*arguments), "tokens/s"),
-        (
+    if not same or bins_used != their_count or not np.array_equal(bins, theirs):
+        raise Failed("gate: the compiled host code and the reference disagree; nothing is timed")
+    filled = documents.sum() / (bins_used * 16384)
+    return [
+        HostCase(
+            "mask and pack 32 x 512",
+            functools.partial(pack, *arguments),
+            functools.partial(pack_plain, *arguments),
+            lambda seconds: f"{32 * 512 / seconds / 1e6:.0f}M tokens/s",
+        ),
+        HostCase(
             "best fit, 20,000 documents",
-            lambda: best_fit(documents, 16384),
-            lambda: best_fit_numpy(documents, 16384),
-            f"fill {documents.sum() / (count * 16384):.2%}",
+            functools.partial(best_fit, documents, 16384),
+            functools.partial(best_fit_numpy, documents, 16384),
+            lambda _: f"fill {filled:.2%}",
         ),
     ]
-    rows = []
-    for name, ours, numpy, note in cases:
-        taken = turns([ours, numpy], "cpu", rounds)
-        speed = f"{32 * 512 / statistics.median(taken[0]) / 1e6:.0f}M tokens/s" if note == "tokens/s" else note
-        ratio = [quartiles([b / a for a, b in zip(*taken, strict=True)]), quartiles([1.0])]
-        for i, contestant in enumerate(("ours", "numpy")):
-            rows.append(
-                {
-                    "op": name,
-                    "phase": "host",
-                    "contestant": contestant,
-                    "ms": quartiles([1000 * s for s in taken[i]]),
-                    "ratio": ratio[i],
-                    "note": "" if i else speed,
-                }
-            )
-    return rows
 
 
-HEAD = f"{'op':28}{'phase':18}{'contestant':20}{'ms':>28}{'times PyTorch':>24}{'of copy':>9}"
+def host_rows(rounds: int) -> Iterator[Row]:
+    if native.host() is None:
+        print(f"host code: {native.reasons['host']}")
+        return
+    for case in host_cases():
+        taken, _ = turns({"ours": case.ours, "numpy": case.numpy}, "cpu", rounds)
+        for name, seconds in taken.items():
+            yield {
+                "op": case.name,
+                "phase": "host",
+                "contestant": name,
+                "ms": quartiles([1000 * s for s in seconds]),
+                "ratio": times_base(taken, name, "numpy"),
+                "note": case.note(statistics.median(seconds)) if name == "ours" else "",
+            }
 
 
-def told(row: Row) -> str:
-    name = row["contestant"] + (f" ({row['backend']})" if row["contestant"] == "ours" and "backend" in row else "")
-    begins = f"{row['op']:28}{row['phase']:18}{name:20}"
-    if row.get("skipped") is not None:
-        return f"{begins}{row['skipped']}"
-    ms, ratio = row["ms"], row["ratio"]
-    share = f"{row['copy_share']:.0%}" if row.get("copy_share") else row.get("note", "")
-    over = f"{ratio['median']:>8.2f} [{ratio['q1']:.2f}, {ratio['q3']:.2f}]" if ratio else f"{'-':>8}"
-    return f"{begins}{ms['median']:>12.3f} [{ms['q1']:.3f}, {ms['q3']:.3f}]".ljust(94) + f"{over}  {share}"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ops", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--ops", default="all", help="separated by commas")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
-    parser.add_argument("--sequences", type=int, default=8)
-    parser.add_argument("--length", type=int, default=512, help="tokens a sequence")
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--list", action="store_true", help="name every op and contestant; run nothing")
-    parser.add_argument("--out", type=Path, help="JSONL file that the rows are appended to")
-    options = parser.parse_args(arguments)
+def run(options: argparse.Namespace) -> int:
     everything = [name for name in ENTRIES if name != "mask_and_pack" or options.device == "cuda"]  # else the host's
-    names = everything if options.ops == "all" else options.ops.split(",")
-    if unknown := [name for name in names if name not in ENTRIES]:
-        parser.error(f"unknown op {', '.join(unknown)}; there are: {', '.join(ENTRIES)}")
+    names = options.ops or everything
     if options.list:
         print("\n".join(listing(ENTRIES[name], options.device) for name in names))
         return 0
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device is visible")
-    setting = Setting(
-        device=options.device,
-        dtype=DTYPES[options.dtype],
-        sequences=options.sequences,
-        length=options.length,
-        width=options.width,
-    )
-    if min(setting.sequences, setting.length, setting.width, options.rounds) < 1 or setting.width % setting.heads:
-        parser.error(
-            "--sequences, --length and --rounds must be at least 1, --width a multiple of "
-            f"{setting.heads}, the number of heads"
-        )
-    machine = environment(options.device)
+    sizes = {"sequences": options.sequences, "length": options.length, "width": options.width}
+    setting = Setting(device=options.device, dtype=DTYPES[options.dtype], **sizes)
+    require(setting.width % setting.heads == 0, f"--width must be a multiple of {setting.heads}, the number of heads")
     bandwidth = copy_bandwidth(options.device)
-    machine["copy_gb_per_s"] = round(bandwidth / 1e9, 1)
-    print(
-        f"{machine['device']}, {machine['threads']} threads, load {machine['load']}, torch {machine['torch']}, "
-        f"commit {machine['commit']}; copy {machine['copy_gb_per_s']} GB/s"
-    )
-    print(
-        f"{setting.sequences} x {setting.length} tokens, width {setting.width}, {options.dtype}, {options.rounds} "
-        f"rounds; median [quartiles]"
-    )
-    print(HEAD)
-    ours_failed = False
+    machine = environment(options.device) | {"copy_gb_per_s": round(bandwidth / 1e9, 1)}
     rows: Iterator[Row] = (r for name in names for r in op_rows(ENTRIES[name], setting, options.rounds, bandwidth))
     if options.device == "cpu" and names == everything:
         rows = itertools.chain(rows, host_rows(options.rounds))
-    for row in rows:
-        print(told(row), flush=True)
-        ours_failed = ours_failed or (row["contestant"] == "ours" and row.get("skipped") is not None)
-        if options.out:
-            append_rows(options.out, [machine | row])
-    return 1 if ours_failed else 0
+    return ours_failed(recorded("ops", (machine | row for row in rows), options.out))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser("ops", __doc__, rounds=9, device="auto")
+    parser.add_argument("--ops", type=several(*ENTRIES), help="separated by commas; default: all")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--sequences", type=count, default=8)
+    parser.add_argument("--length", type=count, default=512, help="tokens a sequence")
+    parser.add_argument("--width", type=count, default=768)
+    parser.add_argument("--list", action="store_true", help="name every op and contestant; run nothing")
+    return start(parser, run, arguments)
 
 
 if __name__ == "__main__":

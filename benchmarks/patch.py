@@ -38,7 +38,7 @@ from benchmarks.contestants import CLIP_NORM, LR
 from benchmarks.gates import TOLERANCE
 from benchmarks.measure import Failed, distance, environment, quartiles, ratios, transformers_version
 from benchmarks.peers import PAD_ID, hugging_face_roberta
-from benchmarks.program import Parser, count, precision_of, record, several, start
+from benchmarks.program import Parser, count, precision_of, recorded, several, start
 from benchmarks.report_ops import PATCHED, STOCK
 from benchmarks.rows import Row
 from maelm_fast import native, presets
@@ -227,7 +227,7 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
 def run(options: argparse.Namespace) -> None:
     first, *others = options.contestants
     require(first == "patched" and len({first, *others}) == 1 + len(others), "--contestants: patched comes first")
-    record("patch", rows(options), options.out)
+    recorded("patch", rows(options), options.out)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

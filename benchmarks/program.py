@@ -94,7 +94,7 @@ def precision_of(options: argparse.Namespace) -> str:
     return choose_precision(RuntimeConfig(precision=options.precision), torch.device(options.device))
 
 
-def record(format_: str, rows: Iterable[Row], out: Path | None) -> list[Row]:
+def recorded(format_: str, rows: Iterable[Row], out: Path | None) -> list[Row]:
     """Prints each row, and adds it to the file before the next one is made; then the report's tables of them."""
     found: list[Row] = []
     for row in rows:
@@ -110,9 +110,14 @@ def record(format_: str, rows: Iterable[Row], out: Path | None) -> list[Row]:
     return found
 
 
+def ours_failed(rows: Iterable[Row]) -> int:
+    """The exit status."""
+    return int(any(row["contestant"] == "ours" and row.get("skipped") for row in rows))
+
+
 def told(format_: str, row: Row) -> str:
     """What tells it from other rows of its run, and its numbers, or why it has none."""
-    names = dict.fromkeys([*FORMATS[format_].row, "contestant"])
+    names = dict.fromkeys([*(FORMATS[format_].row if format_ in FORMATS else ()), "contestant", "model"])
     words = [f"{name} {row[name]}" for name in names if row.get(name) is not None]
     values = [f"{name} {spread(v)}" for name, v in row.items() if isinstance(v, dict) and "median" in v]
     values += [f"{name} {row[name]:g}" for name in ALSO if row.get(name) is not None]

@@ -8,8 +8,9 @@ limits and nothing for the launch itself. The share of the peak that matrix prod
 is a range, and the result is one. The other shares are printed with their source.
 
 Attention: PyTorch's or flash-attn's kernels at the rate observed for FlashAttention-2; ours by the slowest of matrix
-units, exponentials and instruction slots, counted in kernels/README.md for 435 kept of 512 positions, and of that the
-share which FlashAttention-2 reaches of such a limit. One micro-batch makes an update. Left out: whatever is smaller
+units, exponentials and instruction slots, as executed (benchmarks/executed.py; 435 of 512 tokens, sm_80, padding of
+tiles included). What part of that our kernels reach no GPU has shown: so much that without bias and dropout they are as
+fast as FlashAttention-2. One micro-batch makes an update. Left out: whatever is smaller
 than one vector a row, as the arithmetic on bias tables and on losses.
 
 Shapes: n rows, m of them computed, d hidden size, f feed-forward size, a bytes of an activation; parameters and their
@@ -31,7 +32,7 @@ import torch
 
 from benchmarks.classes import CLASSES
 from benchmarks.measure import append_rows, environment
-from benchmarks.rows import Row
+from benchmarks.rows import Row, read_rows, when
 from maelm_fast import presets
 from maelm_fast.config import ModelConfig, require
 from maelm_fast.errors import UserError
@@ -55,7 +56,7 @@ class Share(NamedTuple):
 @dataclass(frozen=True)
 class Card:
     """A GPU. peak: dense bf16, FLOP/s; bandwidth: bytes/s; multiprocessors: from NVIDIA's data sheet. clock: Hz under
-    load, as in kernels/README.md. products: least and largest share of the peak that products are taken to reach."""
+    load. products: least and largest share of the peak that products are taken to reach."""
 
     name: str
     arch: int
@@ -66,7 +67,6 @@ class Card:
     products: tuple[Share, Share]
     copy: Share
     flash: Share
-    ours: Share
 
 
 CARDS = {
@@ -80,7 +80,6 @@ CARDS = {
         (Share(0.65, "assumed"), Share(0.75, "assumed; whole steps of this width reach 0.56 (llm.c)")),
         Share(0.83, "assumed: a copy at 1.7 TB/s"),
         Share(0.42, "FlashAttention-2, head 64, 512: 132 of 312 TFLOP/s with 7 products, observed elsewhere"),
-        Share(0.42, "no GPU has run it: assumed as FlashAttention-2's share of the matrix units"),
     ),
     "h200": Card(
         "NVIDIA H200 141 GB SXM",
@@ -92,18 +91,12 @@ CARDS = {
         (Share(0.55, "assumed"), Share(0.66, "assumed; 8192^3 reaches 0.78 to 0.81, observed elsewhere")),
         Share(0.90, "a copy at 4.3 TB/s, observed elsewhere"),
         Share(0.22, "FlashAttention-2, head 64, 512: 215 of 989 TFLOP/s with 7 products, observed elsewhere"),
-        Share(0.35, "no GPU has run it: assumed as FlashAttention-2's share of our plain kernels' slots: 0.34 of 0.97"),
     ),
 }
 OF_COPY = Share(0.75, "design goal for row kernels; apex's LayerNorm reached 75-81% of an A100's data sheet")
 
-# Instructions a score of kernels/attention.py, by architecture and kernel: plain, with bias, more in a near tile, more
-# with dropout (kernels/README.md, counted in the binaries).
-INSTRUCTIONS = {
-    80: {"fwd": (13.2, 15.9, 4.0, 8.8), "dq": (14.6, 20.1, 17.3, 8.6), "dkv": (18.7, 20.9, 3.5, 17.5)},
-    90: {"fwd": (11.8, 13.4, 4.0, 8.6), "dq": (14.1, 18.9, 17.5, 7.9), "dkv": (16.9, 19.4, 3.8, 17.1)},
-}
-NEAR = {"fwd": 0.69, "dq": 0.50, "dkv": 0.50}  # share of the scores in near tiles, 435 kept of 512
+EXECUTED = Path(__file__).parent / "results" / "executed.jsonl"
+FLASH_PRODUCTS = 7
 OUR_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 ISSUES = 128  # a clock and multiprocessor: 4 warps of 32
 EXPONENTIALS = 16  # a clock and multiprocessor
@@ -376,16 +369,36 @@ def seconds(cost: Cost, card: Card, products: float) -> float:
     elif cost.scores and cost.scores.kernel == "varlen":
         limits.append(cost.flops / (card.peak * card.flash.share))
     elif cost.scores:
-        limits.append(max(attention_clocks(cost.scores, card)) / (card.multiprocessors * card.clock * card.ours.share))
+        clocks = max(attention_clocks(cost.scores, card)) / share_of_limits(card, cost.scores.head_dim)
+        limits.append(clocks / (card.multiprocessors * card.clock))
     return max(limits)
 
 
 def attention_clocks(scores: Scores, card: Card) -> tuple[float, float, float]:
     """Clocks of one multiprocessor that our kernel takes in matrix units, exponentials, instruction slots."""
-    plain, biased, near, dropped = INSTRUCTIONS[card.arch][scores.kernel]
-    instructions = (biased + NEAR[scores.kernel] * near if scores.bias else plain) + scores.dropout * dropped
     matrix = OUR_PRODUCTS[scores.kernel] * 2 * scores.head_dim / MATRIX_FLOPS[card.arch]
-    return scores.pairs * matrix, scores.pairs / EXPONENTIALS, scores.pairs * instructions / ISSUES
+    slots = issued(card.arch, scores.kernel, scores.bias, scores.dropout) / ISSUES
+    return scores.pairs * matrix, scores.pairs / EXPONENTIALS, scores.pairs * slots
+
+
+@cache
+def issued(arch: int, kernel: str, bias: bool, dropout: bool) -> float:
+    """Instructions of a thread for a score: those executed under the newest Triton, without moves, most of which are
+    not in the binary (with them left out they are within 12% of what is counted there), and on sm_90 without those of
+    products, of which its wgmma needs few."""
+    asked = {"kernel": f"attention_{kernel}", "bias": bias, "dropout": dropout}
+    rows = [row for row in read_rows(EXECUTED, EXECUTED.name, "executed") if asked.items() <= row.items()]
+    newest = max(rows, key=lambda row: ([int(part) for part in row["triton"].split(".")], when(row)))
+    left_out = {"moves"} if arch == 80 else {"moves", "products"}
+    return float(sum(count for kind, count in newest["instructions"].items() if kind not in left_out))
+
+
+@cache
+def share_of_limits(card: Card, head_dim: int) -> float:
+    """What part of its limits our attention is taken to reach."""
+    scores = card.peak * card.flash.share / (FLASH_PRODUCTS * 2 * head_dim)  # a second
+    clocks = card.multiprocessors * card.clock / scores
+    return sum(max(attention_clocks(Scores(k, 1, head_dim, False, False), card)) for k in OUR_PRODUCTS) / clocks
 
 
 def step_of(model: str, batch: int, seq: int, rate: float, dropout: float, bias: bool, itemsize: int = 2) -> Step:
@@ -430,9 +443,9 @@ def lines(card: Card, rows: Sequence[Row]) -> Iterator[str]:
     yield f"{card.name}: a projection; assumed or observed elsewhere, as shares of the data sheet:"
     least, largest = card.products
     yield f"  products {least.share:g} ({least.reason}) to {largest.share:g} ({largest.reason})"
-    ours = Share(card.ours.share, f"of kernels/README.md's counts; {card.ours.reason}")
+    ours = Share(share_of_limits(card, 64), "of the limits by executed counts; assumed: as fast as PyTorch's if plain")
     shares = {"copy": card.copy, "row kernels, of the copy": OF_COPY, "attention, PyTorch's": card.flash}
-    yield from (f"  {what} {share:g} ({reason})" for what, (share, reason) in {**shares, "attention": ours}.items())
+    yield from (f"  {what} {share:.2g} ({reason})" for what, (share, reason) in {**shares, "attention": ours}.items())
     for row in rows:
         speed, mfu = row["tokens_per_s"], row["mfu"]
         yield f"{row['model']}: {speed[0]:,} to {speed[1]:,} tokens/s, MFU {mfu[0]:.1%} to {mfu[1]:.1%}; ms by class:"

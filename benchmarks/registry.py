@@ -71,7 +71,7 @@ class Setting:
         return torch.randn(shape, device=self.device) * 0.02
 
     def norm(self) -> Inputs:
-        return {"weight": 1 + self.parameter(self.width), "bias": self.parameter(self.width)}
+        return {"weight": 1 + self.parameter(self.width), "bias": self.parameter(self.width), "eps": EPS}
 
     def bytes(self, rows: int, width: int | None = None) -> int:
         """Of one pass over an activation."""
@@ -80,15 +80,25 @@ class Setting:
 
 @dataclass(frozen=True)
 class Entry:
-    """One op. moved: least bytes of (forward, forward and backward), None where arithmetic is the limit, not memory.
-    peers: other libraries' functions of the same inputs, by name; ImportError where they are not installed."""
+    """One op. inputs: keyword arguments. moved: least bytes of (forward, forward and backward), None where arithmetic
+    is the limit, not memory. peers: other libraries' functions of the same inputs, by name; ImportError where they are
+    not installed. function: if what is called is not the op itself."""
 
     name: str
     inputs: Callable[[Setting], Inputs]
-    call: Callable[[Inputs, str | None], Any]
     gradients: tuple[str, ...]
     moved: Callable[[Setting], tuple[int, int]] | None = None
     peers: Mapping[str, Callable[[Inputs], Any]] = field(default_factory=dict)
+    function: Callable[..., Tensor] | None = None
+
+    def __call__(self, inputs: Inputs, backend: str | None = None) -> Tensor:
+        out: Tensor = (self.function or getattr(ops, self.name))(**inputs, backend=backend)
+        return out
+
+
+def _dropped(s: Setting) -> Inputs:
+    """What says which elements are dropped."""
+    return {"dropout_p": DROPOUT, "seed": torch.tensor(7, device=s.device), "place": 1}
 
 
 def _embed_inputs(s: Setting) -> Inputs:
@@ -99,26 +109,9 @@ def _embed_inputs(s: Setting) -> Inputs:
         "token_table": s.parameter(s.vocab, s.width),
         "position_table": s.parameter(s.length, s.width),
         **s.norm(),
-        "seed": torch.tensor(7, device=s.device),
+        **_dropped(s),
         "dtype": s.dtype,
     }
-
-
-def _embed(i: Inputs, backend: str | None) -> Tensor:
-    return ops.embed_packed(
-        i["ids"],
-        i["positions"],
-        i["token_table"],
-        i["position_table"],
-        i["weight"],
-        i["bias"],
-        eps=EPS,
-        dropout_p=DROPOUT,
-        seed=i["seed"],
-        place=1,
-        dtype=i["dtype"],
-        backend=backend,
-    )
 
 
 def _embed_moved(s: Setting) -> tuple[int, int]:
@@ -130,26 +123,7 @@ def _embed_moved(s: Setting) -> tuple[int, int]:
 
 def _add_norm_inputs(s: Setting) -> Inputs:
     rows = (s.visible, s.width)
-    return {
-        "x": s.activation(*rows),
-        "residual": s.activation(*rows),
-        **s.norm(),
-        "seed": torch.tensor(7, device=s.device),
-    }
-
-
-def _add_norm(i: Inputs, backend: str | None) -> Tensor:
-    return ops.add_norm(
-        i["x"],
-        i["residual"],
-        i["weight"],
-        i["bias"],
-        eps=EPS,
-        dropout_p=DROPOUT,
-        seed=i["seed"],
-        place=1,
-        backend=backend,
-    )
+    return {"x": s.activation(*rows), "residual": s.activation(*rows), **s.norm(), **_dropped(s)}
 
 
 def _feed_forward_inputs(s: Setting) -> Inputs:
@@ -160,10 +134,6 @@ def _feed_forward_inputs(s: Setting) -> Inputs:
         "weight_out": s.parameter(s.width, s.ffn).to(s.dtype),
         "bias_out": s.parameter(s.width).to(s.dtype),
     }
-
-
-def _feed_forward(i: Inputs, backend: str | None) -> Tensor:
-    return ops.feed_forward(i["x"], i["weight_in"], i["bias_in"], i["weight_out"], i["bias_out"], backend=backend)
 
 
 def _scatter_inputs(s: Setting) -> Inputs:
@@ -178,36 +148,19 @@ def _scatter_inputs(s: Setting) -> Inputs:
     }
 
 
-def _scatter(i: Inputs, backend: str | None) -> Tensor:
-    return ops.scatter_to_decoder(
-        i["encoder_out"],
-        i["source"],
-        i["mask_embedding"],
-        i["positions"],
-        i["position_table"],
-        i["weight"],
-        i["bias"],
-        eps=EPS,
-        backend=backend,
-    )
-
-
 def _loss_inputs(s: Setting) -> Inputs:
     return {
         "hidden": s.activation(s.masked, s.width),
         "table": s.parameter(s.vocab, s.width),
         "bias": s.parameter(s.vocab),
         "labels": s.batch().labels,
-        "vocab": s.vocab,
+        "vocab_size": s.vocab,
     }
 
 
-def _loss(i: Inputs, backend: str | None) -> Tensor:
-    hidden = i["hidden"]
+def _loss(hidden: Tensor, **others: Any) -> Tensor:
     with torch.autocast(hidden.device.type, hidden.dtype, enabled=hidden.element_size() < 4):
-        return ops.masked_cross_entropy(
-            hidden, i["table"], i["bias"], i["labels"], vocab_size=i["vocab"], backend=backend
-        )[0]
+        return ops.masked_cross_entropy(hidden, **others)[0]
 
 
 def _liger_loss(i: Inputs) -> Tensor:
@@ -220,27 +173,23 @@ def _liger_loss(i: Inputs) -> Tensor:
 
 
 def _pack_inputs(s: Setting) -> Inputs:
-    draw = np.random.default_rng(0)
-    rows = draw.integers(5, s.vocab - 1, (s.sequences, s.length))
+    rows = np.random.default_rng(0).integers(5, s.vocab - 1, (s.sequences, s.length))
     return {
         "ids": torch.from_numpy(rows.reshape(-1)).int().to(s.device),
         "lengths": (s.length,) * s.sequences,
         "samples": np.arange(s.sequences),
+        "epochs": np.zeros(s.sequences, np.int64),
         "masker": s.masker,
         "rows": list(rows),
-        "device": s.device,
     }
 
 
-def _pack(i: Inputs, backend: str | None) -> Tensor:
-    zeros = np.zeros_like(i["samples"])
-    return ops.mask_and_pack(i["ids"], i["lengths"], i["samples"], zeros, i["masker"], backend=backend).source
+def _pack(rows: Any, **inputs: Any) -> Tensor:
+    return ops.mask_and_pack(**inputs).source
 
 
 def _pack_on_host(i: Inputs) -> Tensor:
-    zeros = np.zeros_like(i["samples"])
-    packed = pack(i["rows"], i["samples"], zeros, i["masker"])
-    return packed.to(i["device"]).source
+    return pack(i["rows"], i["samples"], i["epochs"], i["masker"]).to(i["ids"].device).source
 
 
 def t5_line(positions: int, std: float, device: str) -> Tensor:
@@ -253,61 +202,47 @@ def t5_line(positions: int, std: float, device: str) -> Tensor:
 
 def _attention_inputs(s: Setting) -> Inputs:
     q, k, v = (s.activation(s.visible, s.heads, s.width // s.heads) for _ in range(3))
-    return {
-        "q": q,
-        "k": k,
-        "v": v,
-        "line": t5_line(s.length, 0.02, s.device),
-        "positions": s.length,
-        "layout": AttentionLayout(s.batch().visible),
-        "seed": torch.tensor(7, device=s.device),
-    }
+    line, layout = t5_line(s.length, 0.02, s.device), AttentionLayout(s.batch().visible)
+    return {"q": q, "k": k, "v": v, "line": line, "positions": s.length, "layout": layout, **_dropped(s)}
 
 
-def _attention(i: Inputs, backend: str | None) -> Tensor:
-    return ops.attention(
-        i["q"],
-        i["k"],
-        i["v"],
-        i["layout"],
-        PositionBias(i["line"], i["positions"]),
-        dropout_p=DROPOUT,
-        seed=i["seed"],
-        place=1,
-        backend=backend,
-    )
+def _attention(line: Tensor | None, positions: int, **inputs: Any) -> Tensor:
+    return ops.attention(bias=None if line is None else PositionBias(line, positions), **inputs)
 
 
+_NORM = ("weight", "bias")
 ENTRIES = {
     entry.name: entry
     for entry in (
         Entry(
             "mask_and_pack",
             _pack_inputs,
-            _pack,
             (),
             lambda s: (4 * (s.slots + 2 * s.slots + 2 * s.visible + 2 * s.masked),) * 2,
             peers={"host, then copy": _pack_on_host},
+            function=_pack,
         ),
-        Entry("embed_packed", _embed_inputs, _embed, ("token_table", "position_table", "weight", "bias"), _embed_moved),
+        Entry("embed_packed", _embed_inputs, ("token_table", "position_table", *_NORM), _embed_moved),
         Entry(
             "add_norm",
             _add_norm_inputs,
-            _add_norm,
-            ("x", "residual", "weight", "bias"),
+            ("x", "residual", *_NORM),
             lambda s: (s.bytes(3 * s.visible), s.bytes(8 * s.visible)),  # forward x, r, y; backward dy, x, r, dx, dr
         ),
         Entry(
             "scatter_to_decoder",
             _scatter_inputs,
-            _scatter,
-            ("encoder_out", "mask_embedding", "position_table", "weight", "bias"),
+            ("encoder_out", "mask_embedding", "position_table", *_NORM),
             lambda s: (s.bytes(s.visible + s.slots), s.bytes(3 * s.visible + 2 * s.slots)),
         ),
+        Entry("feed_forward", _feed_forward_inputs, ("x", "weight_in", "bias_in", "weight_out", "bias_out")),
         Entry(
-            "feed_forward", _feed_forward_inputs, _feed_forward, ("x", "weight_in", "bias_in", "weight_out", "bias_out")
+            "masked_cross_entropy",
+            _loss_inputs,
+            ("hidden", "table", "bias"),
+            peers={"liger": _liger_loss},
+            function=_loss,
         ),
-        Entry("masked_cross_entropy", _loss_inputs, _loss, ("hidden", "table", "bias"), peers={"liger": _liger_loss}),
-        Entry("attention", _attention_inputs, _attention, ("q", "k", "v", "line")),
+        Entry("attention", _attention_inputs, ("q", "k", "v", "line"), function=_attention),
     )
 }

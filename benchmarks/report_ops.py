@@ -17,6 +17,7 @@ from benchmarks.goals import (
     FLEX_GOAL,
     LOADER_GOAL,
     PATCH_GOALS,
+    RUN_GOAL,
     SPEEDRUN_GOALS,
     judged,
     place,
@@ -168,7 +169,7 @@ def projection_table(rows: Sequence[Row]) -> Table:
         "MFU": lambda row: " to ".join(f"{mfu:.1%}" for mfu in row["mfu"]),
     }
     for kind in CLASSES:
-        columns[f"{kind} ms"] = lambda row, kind=kind: span(row["ms"][kind], ".3g")  # type: ignore[misc]
+        columns[f"{kind} ms"] = lambda row, kind=kind: span(row["ms"].get(kind, ()), ".3g")  # type: ignore[misc]
     least, largest = first["products"]
     notes = [
         f"Counted work over what the device can do, launch by launch; products at {least:g} to {largest:g} of "
@@ -226,6 +227,20 @@ def finetune_table(rows: Sequence[Row]) -> Table:
         f"`python -m benchmarks.finetune`."
     ]
     return Table(f"Fine-tuning, {first['device']}, {first['precision']}, {shape}, {task}", rows, columns, notes)
+
+
+def pretraining_table(rows: Sequence[Row]) -> Table:
+    columns = {
+        "preset": lambda row: f"`{row['model']}`, {batch(row)}",
+        "loader processes": field("workers"),
+        "tokens/s of the run": lambda row: spread(row["tokens_per_s"], ",.0f"),
+        "over the bare step": lambda row: spread(row["ratio"], ".3f"),
+        "in CPU seconds": lambda row: spread(row["cpu_ratio"], ".3f"),
+        "goal": lambda row: judged("", row["cpu_ratio" if place(row) == "cpu" else "ratio"]["median"], RUN_GOAL),
+        "run": run,
+    }
+    notes = [f"{machines(rows)}, load {rows[0]['load']}; median [quartiles]; `python -m benchmarks.pretraining`."]
+    return Table(f"A run of `maelm-fast pretrain`, {rows[0]['device']}, {rows[0]['precision']}", rows, columns, notes)
 
 
 def patch_table(rows: Sequence[Row]) -> Table:
@@ -381,6 +396,7 @@ def speedrun_goal(entry: Summary) -> str:
 
 
 TABLES: dict[str, Callable[[Sequence[Row]], Table]] = {
+    "pretraining": pretraining_table,
     "patch": patch_table,
     "finetune": finetune_table,
     "ops": ops_table,

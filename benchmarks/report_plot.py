@@ -14,9 +14,9 @@ from benchmarks.rows import FORMATS, Case, Results, Row
 from benchmarks.scaling import AXES, MODELS
 from benchmarks.tracks import TRACKS
 from maelm_fast.config import require
-from maelm_fast.reporting import COLOURS, figure_of, grid, look, require_matplotlib, save
+from maelm_fast.reporting import COLOURS, GREY, figure_of, grid, look, require_matplotlib, save
 
-DARK = ("#0072B2", "#D55E00", "#009E73", "#000000")  # of the colours, those that take white letters
+DARK = ("#0072B2", "#D55E00", "#009E73", "#000000", GREY)  # of the colours, those that take white letters
 HATCHES = ("", "///", "...", "xxx")
 WRITTEN_SHARE = 0.06  # a narrower part of a bar has no room for its number
 
@@ -94,7 +94,7 @@ def _shares(axis: Any, cases: Sequence[Case]) -> None:
             place += 1 + len(profiled)
     axis.set_title("share of a step's time by class of kernels", size=11)
     left = [0.0] * len(bars)
-    for colour, kind in zip(COLOURS, CLASSES, strict=False):
+    for colour, kind in zip((*COLOURS, GREY), CLASSES, strict=True):
         width = [kernels.get(kind, 0.0) for _, _, kernels in bars]
         axis.barh([at for at, _, _ in bars], width, 0.8, left=left, color=colour, edgecolor="white", label=kind)
         for (at, _, _), start, share in zip(bars, left, width, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks.classes import CLASSES
+from benchmarks.cost import NOTE, dollars, kilowatt_hours
 from benchmarks.goals import ATTENTIONS, GOALS, over, place
 from benchmarks.rows import COMPILED, PHASES, SETTING, Case, Row, when
 from benchmarks.tables import Columns, Table, batch, counted, machine, number, run, spread
@@ -71,6 +72,10 @@ def case_tables(case: Case) -> Iterator[Table]:
     def cpu_ratio(row: Row) -> str:
         return "-" if row["model"] in ATTENTIONS["hf"] else spread(over(row, "hf", "cpu_ratios"))
 
+    def energy(row: Row) -> str:
+        joules = row["joules_per_mtoken"]
+        return "-" if joules is None else f"{kilowatt_hours(joules):.2f}"
+
     first = case.shared
     title = (
         f"{first['device']}, {first['precision']}, {batch(first)}, {first['rate']:.0%} masked, {case.regularisation}"
@@ -83,12 +88,15 @@ def case_tables(case: Case) -> Iterator[Table]:
         "MFU": lambda row: number(row["mfu"], ".1%"),
         "peak MB": lambda row: number(row["peak_memory_mb"], ",.0f"),
         "J per 1M tokens": lambda row: number(row["joules_per_mtoken"], ",.0f"),
+        "$ per 1B tokens": lambda row: number(dollars(row["device"], row["tokens_per_s"]["median"]), ".2f"),
+        "kWh per 1B tokens": energy,
         "recompiles": lambda row: number(row["recompiles"], "g"),
         "goal": goals,
     }
     skipped = [f"Not run: {name}, {row['skipped']}." for name, row in case.rows.items() if row["skipped"] is not None]
     timed = case.timed.values()
-    yield Table(title, timed, speed, [conditions(case), *skipped])
+    priced = [f"Prices: {NOTE}."] if case.on_gpu else []
+    yield Table(title, timed, speed, [conditions(case), *priced, *skipped])
 
     def ms(phase: str) -> Callable[[Row], str]:
         return lambda row: f"{1000 * row['seconds'][phase]:,.1f}" if phase in (row["seconds"] or {}) else "-"

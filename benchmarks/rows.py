@@ -72,12 +72,13 @@ KINDS: dict[str, Check] = {
 
 FIELDS = {
     "date": "date",
-    "text": "commit device torch transformers skipped model precision bias lengths op phase contestant case dtype "
-    "yardstick store mode masks axis task metric track entry kind recipe data texts mix triton kernel shape unit",
+    "text": "commit device torch transformers skipped model precision bias lengths op phase contestant case "
+    "dtype yardstick store mode masks axis task metric track entry kind recipe data texts mix triton kernel shape unit "
+    "ceiling",
     "number": "threads load batch seq rate dropout rounds mfu peak_memory_mb joules_per_mtoken recompiles tokens "
     "store_bytes micro_batch workers rss_anon_mb major_faults x hidden_size layers examples epochs mean_length seed "
     "updates target updates_to_target cpu_seconds_to_target cpu_seconds loss vocab padding wavefronts sectors",
-    "quartiles": "tokens_per_s ms ratio tflop_per_s tokens_per_s_per_core examples_per_s",
+    "quartiles": "tokens_per_s ms ratio tflop_per_s cpu_ratio tokens_per_s_per_core examples_per_s per_s",
     "quartiles by name": "ratios cpu_ratios",
     "numbers": "results",
     "numbers by name": "gate instructions",
@@ -139,6 +140,14 @@ FORMATS = {  # a file is called FORMAT.jsonl or FORMAT_*.jsonl; train_step's row
         + "store mode store_bytes masks micro_batch workers tokens_per_s_per_core fill rss_anon_mb? major_faults?",
         "device",
         "store mode store_bytes masks micro_batch workers",
+    ),
+    "pretraining": Format(
+        MACHINE + "model precision batch seq workers rounds tokens_per_s ratio cpu_ratio",
+        "device precision",
+        "model batch seq workers",
+    ),
+    "ceilings": Format(
+        MACHINE + "precision batch seq ceiling per_s unit", "device", "precision batch seq ceiling model"
     ),
     "scaling": Format(MACHINE + "axis x model precision skipped?", "device", "axis x model"),
     "finetune": Format(

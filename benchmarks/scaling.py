@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.contestants import Contestant, Settings
 from benchmarks.measure import alone, environment, quartiles
-from benchmarks.program import Parser, record, start
+from benchmarks.program import Parser, recorded, start
 from benchmarks.rows import Row
 from benchmarks.train_step import peak_memory_mb
 from maelm_fast.config import RuntimeConfig
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     machine = environment(device)
     rows = (row for axis in options.axes for row in measured(axis, options.models, device, options.rounds))
-    record("scaling", (machine | row for row in rows), options.out)
+    recorded("scaling", (machine | row for row in rows), options.out)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

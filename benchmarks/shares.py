@@ -29,8 +29,9 @@ PATTERNS = {
     "loss": r"cross_?entropy|log_?softmax|nll_?loss",
     "attention": r"attention|attn|sdpa|flash_(fwd|bwd)|fmha|softmax|bmm|keep_weights|spread_?line",
     "gemm": r"(add|::|_)mm(_|\b)|addmm|\bmmbackward|::linear|linearbackward|gem[mv]|cutlass|nvjet|xmma|cublas",
-    "norm": r"layer_?norm|add_?norm|embed|scatter_to_decoder|dropout|_run_pieces|_joined_runs",
+    "norm": r"layer_?norm|add_?norm|embed|scatter_to_decoder|_run_pieces|_joined_runs",
     "gelu": r"gelu|feed_forward",
+    "dropout": r"dropout|bernoulli",  # what is fused with a norm is the norm's
 }
 _CLASSES = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in PATTERNS.items()}
 _FUSED = re.compile(

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import environment
-from benchmarks.program import Parser, count, record, several, start
+from benchmarks.program import Parser, count, recorded, several, start
 from benchmarks.rows import Row
 from benchmarks.tracks import TRACKS
 from maelm_fast import presets
@@ -165,7 +165,7 @@ def run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         store = data_of(options.track, options.store or Path(scratch) / "store", options.corpus)
         rows = (measure(options.track, *one, store, options.every, keep) for one, keep in asked.items())
-        record("speedrun", rows, options.out)
+        recorded("speedrun", rows, options.out)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -34,8 +34,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,27 +57,27 @@ from benchmarks.measure import (
     Apart,
     Joules,
     alone,
-    append_rows,
     environment,
     quartiles,
+    ratios,
     reason,
     release,
     resident_bytes,
     transformers_version,
 )
+from benchmarks.program import Parser, count, precision_of, recorded, several, start
 from benchmarks.report_step import case_tables
 from benchmarks.rows import COMPILED, PHASES, Case, Row
 from benchmarks.shares import shares
 from maelm_fast import native, presets
-from maelm_fast.config import MaskingConfig, RuntimeConfig, require
-from maelm_fast.errors import UserError
+from maelm_fast.config import MaskingConfig, require
 from maelm_fast.model.flops import peak_flops
-from maelm_fast.training.hardware import choose_precision
 
 WARMUP_TURNS = {"cpu": 0, "cuda": 1}  # after two steps: the first one's loss is reported
 PART_STEPS = {"cpu": 3, "cuda": 5}
 PROFILED_STEPS = 2
 ROUNDS = 5
+MODELS = ("base", "base_cross", "roberta_base")
 BATCH = {"cpu": 4, "cuda": 256}
 OTHERS_SHOWN = 5
 
@@ -203,129 +202,75 @@ def seconds_by_part(contestant: Contestant) -> dict[str, float]:
 
 def compare(
     names: Sequence[str], settings: Settings, rounds: int, apart: Apart, profiled: bool = True
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """Rows as they become known: of each contestant that it cannot run, or how fast it is alone; then what it is beside
     the others, which counts instead."""
     if settings.device == "cpu" and (host := native.host()) is not None:
         host.keep_freed_memory()  # as a run does; every contestant has the gain
     torch._dynamo.reset()  # what was compiled for an earlier case counts towards the limit of recompilations
-    machine = environment(settings.device)
-    shared = machine | {  # the date tells the cases of a run apart: not to the second
+    shared = environment(settings.device) | {  # the date tells the cases of a run apart: not to the second
         "date": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "transformers": transformers_version(),
-        "precision": settings.precision,
-        "batch": settings.batch,
-        "seq": settings.seq,
-        "rate": settings.rate,
-        "lengths": settings.lengths,
+        **{name: getattr(settings, name) for name in ("precision", "batch", "seq", "rate", "lengths")},
     }
 
-    def row(name: str, skipped: str | None, passed: dict[str, float] | None, fields: dict[str, Any]) -> dict[str, Any]:
+    def row(name: str, skipped: str | None, **fields: Any) -> Row:
         config = settings.model_config(name)
-        return (
-            shared
-            | {
-                "model": name,
-                "compiled": name.endswith(COMPILED),
-                "dropout": config.dropout,
-                "bias": config.relative_bias,
-                "rounds": 0,
-                "skipped": skipped,
-                "gate": passed,
-            }
-            | dict.fromkeys(MEASURED)
-            | fields
-        )
-
-    def failed(name: str, why: str) -> dict[str, Any]:
-        return row(name, why, None, {})
+        about = {"compiled": name.endswith(COMPILED), "dropout": config.dropout, "bias": config.relative_bias}
+        return shared | {"model": name, **about, "skipped": skipped} | fields
 
     records: list[Record] = []
     for name in names:
         try:
             record = entered(name, settings, apart, profiled)
         except Exception as error:
-            yield failed(name, reason(error))
+            yield row(name, reason(error))
         else:
             records.append(record)
             if record.turns:
-                yield row(name, None, record.gate, measured(record, [], machine["device"]))
+                yield row(name, None, **measured(record, [record], shared["device"]))
                 record.turns = []
         release()
     take_turns(records, settings.device, rounds)
     whole = [record for record in records if record.failed is None]
     for record in records:
-        name = record.contestant.name
-        if record.failed is not None:
-            yield failed(name, record.failed)
-        else:
-            yield row(name, None, record.gate, measured(record, whole, machine["device"]))
+        fields = {} if record.failed else measured(record, whole, shared["device"])
+        yield row(record.contestant.name, record.failed, **fields)
 
 
-MEASURED = (
-    "rounds",
-    "tokens_per_s",
-    "step_ms",
-    "ratios",
-    "cpu_ratios",
-    "mflop_per_token",
-    "tflop_per_s",
-    "mfu",
-    "peak_memory_mb",
-    "first_loss",
-    "seconds",
-    "kernels",
-    "other",
-    "joules_per_mtoken",
-    "graphs",
-    "recompiles",
-)
-
-
-def measured(record: Record, records: Sequence[Record], device_name: str) -> dict[str, Any]:
-    """The fields MEASURED, beside these others."""
+def measured(record: Record, records: Sequence[Record], device_name: str) -> Row:
+    """Of one among these."""
     own, settings = record.contestant, record.contestant.settings
-
-    def ratios(clock: Literal["seconds", "cpu_seconds"]) -> dict[str, dict[str, float]]:
-        others = [other for other in records if other is not record]
-        return {
-            other.contestant.name: quartiles(
-                [
-                    getattr(theirs, clock) / getattr(mine, clock)
-                    for theirs, mine in zip(other.turns, record.turns, strict=True)
-                ]
-            )
-            for other in others
-        }
-
+    clock = {one.contestant.name: [turn.seconds for turn in one.turns] for one in records}
+    busy = {one.contestant.name: [turn.cpu_seconds for turn in one.turns] for one in records}
     speed = quartiles([own.tokens / turn.seconds for turn in record.turns])
     every = [1000 * seconds for turn in record.turns for seconds in turn.steps]
     flops = own.flops / own.tokens * speed["median"]
     peak = peak_flops(device_name) if settings.precision == "bf16" else None
     timed_tokens = own.tokens * len(record.turns) * own.steps_of_a_turn
-    values = (
-        len(record.turns),
-        speed,
-        {
+    return {
+        "gate": record.gate,
+        "rounds": len(record.turns),
+        "tokens_per_s": speed,
+        "step_ms": {
             "p50": round(statistics.median(every), 3),
             "p99": round(float(np.quantile(every, 0.99)), 3),
             "steps": len(every),
         },
-        ratios("seconds"),
-        ratios("cpu_seconds") if settings.device == "cpu" else None,
-        round(own.flops / own.tokens / 1e6, 1),
-        round(flops / 1e12, 4),
-        round(flops / peak, 4) if peak else None,
-        round(record.memory),
-        round(record.first_loss, 5),
-        record.seconds,
-        record.kernels,
-        record.other,
-        None if record.joules is None else round(record.joules / timed_tokens * 1e6, 1),
-        record.graphs if own.compiled else None,
-        record.recompiles if own.compiled else None,
-    )
-    return dict(zip(MEASURED, values, strict=True))
+        "ratios": ratios(clock, own.name, inverse=True),
+        "cpu_ratios": ratios(busy, own.name, inverse=True) if settings.device == "cpu" else None,
+        "mflop_per_token": round(own.flops / own.tokens / 1e6, 1),
+        "tflop_per_s": round(flops / 1e12, 4),
+        "mfu": round(flops / peak, 4) if peak else None,
+        "peak_memory_mb": round(record.memory),
+        "first_loss": round(record.first_loss, 5),
+        "seconds": record.seconds,
+        "kernels": record.kernels,
+        "other": record.other,
+        "joules_per_mtoken": None if record.joules is None else round(record.joules / timed_tokens * 1e6, 1),
+        "graphs": record.graphs if own.compiled else None,
+        "recompiles": record.recompiles if own.compiled else None,
+    }
 
 
 def is_wrong(row: dict[str, Any]) -> bool:
@@ -337,7 +282,7 @@ def is_wrong(row: dict[str, Any]) -> bool:
 
 
 def shown(rows: Sequence[Row]) -> Iterator[str]:
-    """The report's tables of these rows, and what it leaves out."""
+    """The report's tables of the rows of a case, and what it leaves out."""
     yield from (table.text() for table in case_tables(Case({row["model"]: row for row in rows})))
     for row in rows:
         if row["skipped"] is not None:
@@ -368,40 +313,30 @@ def listing(names: Sequence[str], settings: Settings) -> Iterator[str]:
         )
 
 
-def parser_of() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--models",
-        default="base,base_cross,roberta_base",
-        help=f"presets, by commas; with {COMPILED} behind it, as torch.compile makes it, with "
-        f"{ACCUMULATED} in {MICRO_BATCHES} micro-batches, with {GRAPH} as a CUDA graph",
+def parser_of() -> Parser:
+    parser = Parser("train_step", __doc__, rounds=ROUNDS, device="auto", precision=True)
+    add = parser.add_argument
+    variants = (
+        f"with {COMPILED} behind it, as torch.compile makes it, with {ACCUMULATED} in {MICRO_BATCHES} micro-batches"
     )
+    ours = ["base", "base_cross", "roberta_base"]
+    add("--models", type=several(), default=ours, help=f"presets, by commas; {variants}, with {GRAPH} as a CUDA graph")
     peers = "; ".join(f"{name}: {what}" for name, what in PEERS.items())
-    parser.add_argument("--peers", default="hf,padded", help=f"likewise; an empty string for none. {peers}")
-    parser.add_argument("--rates", default="0.15", help="mask rates, separated by commas")
-    parser.add_argument("--dropouts", default="0.1,0", help="for every contestant, separated by commas")
-    parser.add_argument("--biases", help="off,on: relative position bias of our models; on where there is dropout")
-    parser.add_argument("--lengths", default="full", help="full,documents")
-    parser.add_argument("--batch", type=int, help="sequences")
-    parser.add_argument("--seq", type=int, default=512, help="tokens of the longest sequence")
-    parser.add_argument("--precision", choices=["auto", "bf16", "fp32"], default="auto", help="auto: as a run chooses")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--no-profile", action="store_true", help="leave out the time by class of kernel")
-    parser.add_argument("--list", action="store_true", help="name every case and contestant with sizes; run nothing")
-    parser.add_argument("--out", type=Path, help="JSONL file that the rows are appended to")
+    add("--peers", type=several(), default=["hf", "padded"], help=f"likewise; an empty string for none. {peers}")
+    add("--rates", type=several(of=float), default=[0.15], help="mask rates, separated by commas")
+    add("--dropouts", type=several(of=float), default=[0.1, 0.0], help="for every contestant, separated by commas")
+    biases = "relative position bias of our models; on where there is dropout"
+    add("--biases", type=several("off", "on"), help=f"off,on: {biases}")
+    add("--lengths", type=several("full", "documents"), default=["full"], help="full,documents")
+    add("--batch", type=count, help="sequences")
+    add("--seq", type=count, default=512, help="tokens of the longest sequence")
+    add("--no-profile", action="store_true", help="leave out the time by class of kernel")
+    add("--list", action="store_true", help="name every case and contestant with sizes; run nothing")
     return parser
 
 
-def numbers(text: str, option: str) -> list[float]:
-    try:
-        return [float(number) for number in text.split(",")]
-    except ValueError:
-        raise UserError(f"{option}: numbers separated by commas, not {text}") from None
-
-
 def names_of(options: argparse.Namespace) -> list[str]:
-    models, peers = ([name for name in text.split(",") if name] for text in (options.models, options.peers))
+    models, peers = options.models, options.peers
     unknown = [name for name in peers if split(name)[0] not in PEERS]
     require(
         not unknown, f"unknown peer {', '.join(unknown)}; there are: {', '.join(PEERS)}, with or without {COMPILED}"
@@ -410,29 +345,26 @@ def names_of(options: argparse.Namespace) -> list[str]:
     require(not unknown, f"--models takes presets; {', '.join(unknown)} belongs to --peers")
     require(bool(models), "--models names no preset")
     require(len({*models, *peers}) == len(models + peers), "a contestant is named twice")
-    return models + peers
+    return [*models, *peers]
 
 
 def cases(options: argparse.Namespace, names: Sequence[str]) -> list[Settings]:
     """UserError for what no contestant can be."""
     ours = [kind for kind, _ in map(split, names) if kind not in PEERS]
     with_decoder = [name for name in ours if presets.get(name).model.decoder == "self"]
-    precision = choose_precision(RuntimeConfig(precision=options.precision), torch.device(options.device))
     shared = Settings(
-        batch=BATCH[options.device] if options.batch is None else options.batch,
+        batch=options.batch or BATCH[options.device],
         seq=options.seq,
-        precision=precision,
+        precision=precision_of(options),
         device=options.device,
         shape=(with_decoder or ours)[0],
     )
-    biases = options.biases.split(",") if options.biases else []
-    require(set(biases) <= {"off", "on"}, f"--biases: off and on, separated by commas, not {options.biases}")
     settings = [
         replace(shared, lengths=lengths, rate=rate, dropout=dropout, bias=bias == "on")
-        for lengths in options.lengths.split(",")
-        for rate in numbers(options.rates, "--rates")
-        for dropout in numbers(options.dropouts, "--dropouts")
-        for bias in biases or ["on" if dropout else "off"]
+        for lengths in options.lengths
+        for rate in options.rates
+        for dropout in options.dropouts
+        for bias in options.biases or ["on" if dropout else "off"]
     ]
     for case in settings:
         MaskingConfig(rate=case.rate)
@@ -443,46 +375,24 @@ def cases(options: argparse.Namespace, names: Sequence[str]) -> list[Settings]:
 
 def run(options: argparse.Namespace) -> int:
     """The exit status."""
-    require(options.rounds >= 1, f"--rounds must be at least 1, not {options.rounds}")
     names = names_of(options)
     settings = cases(options, names)
     if options.list:
         print("\n".join(line for case in settings for line in listing(names, case)))
         return 0
-    require(options.device == "cpu" or torch.cuda.is_available(), "no CUDA device is visible")
     apart, wrong = Apart(), False
     for case in settings:
-        rows: dict[str, dict[str, Any]] = {}
-        for row in compare(names, case, options.rounds, apart, profiled=not options.no_profile):
-            if not rows:
-                print(
-                    f"{row['device']}, {row['threads']} threads, load {row['load']}, torch {row['torch']}, "
-                    f"transformers {row['transformers']}, commit {row['commit']}"
-                )
-                print(
-                    f"{label(case)}; {case.batch} x {case.seq} tokens, {case.precision}, {options.rounds} rounds; "
-                    f"median [quartiles]; tokens are original tokens"
-                )
-            if row["model"] not in rows:
-                speed = row["tokens_per_s"]
-                known = f"{speed['median']:.0f} tokens/s alone" if speed else "ready"
-                print(f"  {row['model']}: {row['skipped'] or known}", flush=True)
-            if options.out:
-                append_rows(options.out, [row])
-            rows[row["model"]] = row
+        print(f"{label(case)}; {case.batch} x {case.seq} tokens, {case.precision}, {options.rounds} rounds")
+        made = compare(names, case, options.rounds, apart, profiled=not options.no_profile)
+        rows = {row["model"]: row for row in recorded("train_step", made, options.out)}  # of each its last one
         print("\n".join(shown(list(rows.values()))), flush=True)
         wrong = wrong or any(is_wrong(row) for row in rows.values())
     apart.close()
-    return 1 if wrong else 0
+    return int(wrong)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser_of().parse_args(arguments)
-    try:
-        return run(options)
-    except UserError as error:
-        print(f"python -m benchmarks.train_step: error: {error}", file=sys.stderr)
-        return 2
+    return start(parser_of(), run, arguments)
 
 
 if __name__ == "__main__":

@@ -76,10 +76,11 @@ def test_without_a_gpu_nothing_starts(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_list_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["attention", "rest", "--list", "--results", "R"]) == 0
     listed = capsys.readouterr().out
-    assert "gpu-attention: about 3.0 min, an estimate; at most 5.0" in listed
+    assert "gpu-attention: about 3.5 min, an estimate; at most 5.7" in listed
     assert "-m benchmarks.attention --device cuda --cases kept --out R/attention_cuda.jsonl" in listed
     assert "kept, bias, dropout 0: 256 x 435 of 512 positions" in listed
     assert "base_graph" in listed
+    assert "small_graph            32768 tokens" in listed
     assert "masked_cross_entropy: ours, pytorch, compiled, liger" in listed
 
 

@@ -52,19 +52,13 @@ def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert row["rss_file_mb"] > 1
         assert row["major_faults"] >= 0
         assert {"date", "commit", "device", "threads", "load", "torch"} <= row.keys()
-        stages = row["time"]
-        assert ("masks" in stages) == (row["masks"] == "host")
-        assert sum(stages.values()) == pytest.approx(1.0, abs=0.01)
-        assert all(-0.01 <= share <= 1 for share in stages.values())
         fill = row["fill"]
         assert fill["all"] <= fill["even"] <= 1
         if row["mode"] == "full":
             assert fill == dict.fromkeys(fill, 1.0)
         else:
             assert fill["even"] >= 0.99
-            assert fill["best_fit_but_last"] >= 0.97  # of so few samples
-    assert printed.count("by the clock") == 1
-    assert sum(line.lstrip().startswith(("host", "device")) for line in printed.splitlines()) == 8
+    assert sum("tokens_per_s_per_core " in line for line in printed.splitlines()) == 8
 
 
 def test_rows_with_a_loader_process(tmp_path: Path) -> None:
@@ -76,7 +70,6 @@ def test_rows_with_a_loader_process(tmp_path: Path) -> None:
     for row in rows:
         assert row["tokens_per_s"] == row["tokens_per_s_per_core"]
         assert row["tokens_per_s"]["median"] > 0
-        assert row["time"] is None
         assert row["pinned"] == torch.cuda.is_available()
 
 
@@ -105,7 +98,7 @@ def test_synthetic_stores_are_stores(tmp_path: Path, mode: str, monkeypatch: pyt
     assert tokens.max() < loader.VOCABULARY_SIZE
 
 
-def test_the_gate_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gate_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(loader, "SEED", 1)
     batches = loader.Setting.batches
 
@@ -115,8 +108,8 @@ def test_the_gate_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         return made
 
     monkeypatch.setattr(loader.Setting, "batches", other_seed)
-    with pytest.raises(SystemExit, match="nothing is timed"):
-        run("--scratch", str(tmp_path), "--sizes", "100KB")
+    assert run("--scratch", str(tmp_path), "--sizes", "100KB") == 1
+    assert "nothing is timed" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())  # the store is deleted on an error
 
 
@@ -132,14 +125,13 @@ def test_without_the_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("arguments", "message"),
     [
         (["--sizes", "10 MB"], "'10 MB' is not a size"),
-        (["--sizes", ""], "'' is not a size"),
         (["--sizes", "0MB"], "not a size"),
         (["--sizes", "100000000GB"], "needs more room"),
-        (["--workers", "-1"], "--workers: '-1' is not a list"),
+        (["--workers", "-1"], "--workers: must be at least 1, not -1"),
         (["--micro-batches", "0"], "at least 1"),
-        (["--batch", "0"], "--batch must be at least 1"),
-        (["--rounds", "0"], "--rounds must be at least 1"),
-        (["--modes", "fill"], "'fill'; there are full and document"),
+        (["--batch", "0"], "--batch: must be at least 1"),
+        (["--rounds", "0"], "--rounds: must be at least 1"),
+        (["--modes", "fill"], "unknown fill; there are: full, document"),
         (["--scratch", "/nowhere"], "is not a directory"),
         (["--store", "/nowhere"], "is not a token store"),
     ],

@@ -45,7 +45,9 @@ def test_attention_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys:
         assert row["from_ours"] < 1e-5 if compared else row["from_ours"] is None
     contestants = {row["contestant"] for row in rows if row["bias"]}
     assert contestants == {"ours", "grouped", "reference", "sdpa, bias written out"}
-    assert capsys.readouterr().out.count("flash-attn: UserError: attention: backend 'flash' cannot run: ") == 8
+    assert (
+        capsys.readouterr().out.count("contestant flash-attn: UserError: attention: backend 'flash' cannot run: ") == 8
+    )
 
 
 @pytest.mark.usefixtures("small_cases")
@@ -79,10 +81,10 @@ def test_attention_goes_on_without_who_fails(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_ops_go_on_without_who_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def broken(inputs: Any, backend: str | None) -> Any:
+    def broken(**inputs: Any) -> Any:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setitem(ops.ENTRIES, "add_norm", replace(ops.ENTRIES["add_norm"], call=broken))
+    monkeypatch.setitem(ops.ENTRIES, "add_norm", replace(ops.ENTRIES["add_norm"], function=broken))
     out = tmp_path / "rows.jsonl"
     arguments = ["--device", "cpu", "--ops", "add_norm,feed_forward", "--sequences", "2", "--length", "32"]
     assert ops.main([*arguments, "--width", "96", "--rounds", "1", "--out", str(out)]) == 1
@@ -101,11 +103,20 @@ def test_attention_says_in_a_line_that_ours_cannot_run(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("wrong", [["--rounds", "0"], ["--sequences", "0"], ["--width", "100"]])
-def test_ops_refuses_sizes_that_cannot_be(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        ops.main(["--device", "cpu", *wrong])
-    assert "--width a multiple of 12, the number of heads" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--rounds", "0"], "--rounds: must be at least 1, not 0"),
+        (["--sequences", "0"], "--sequences: must be at least 1"),
+        (["--width", "100"], "--width must be a multiple of 12, the number of heads"),
+        (["--ops", "add"], "--ops: unknown add; there are: mask_and_pack, "),
+    ],
+)
+def test_ops_refuses_sizes_that_cannot_be(wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ops.main(["--device", "cpu", *wrong]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
 
 
 def test_attention_list_names_every_case_and_runs_nothing(

@@ -66,6 +66,7 @@ def test_the_pods_find_one_another_by_the_names_of_the_service() -> None:
     assert pod["subdomain"] == name
     assert f"--rdzv-endpoint={job['metadata']['name']}-0.{name}:29500" in pod["containers"][0]["command"]
     assert f"--nnodes={spec['completions']}" in pod["containers"][0]["command"]
+    assert pod["containers"][0]["env"] == [{"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"}]
     gpus = pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
     assert f"--nproc-per-node={gpus}" in pod["containers"][0]["command"]
     assert {m["name"] for m in pod["containers"][0]["volumeMounts"]} == {v["name"] for v in pod["volumes"]}

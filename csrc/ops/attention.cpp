@@ -1,33 +1,22 @@
 // Attention over packed sequences on the CPU, forward and backward. A (sequence, head) is one piece of work: its
 // keys and values are first copied into panels (panels.h); the scores of a block of queries never leave the L1 and L2
 // caches. The backward pass computes them again. All of it is in fp32: bf16 and fp16 are widened before and rounded
-// after. Where the bias excludes distances, a sliding window, a block of queries leaves out the keys beyond them.
+// after, but for bf16 on a CPU that multiplies it (attention_bf16.cpp). Where the bias excludes distances, a sliding window, a block of queries leaves out the keys beyond them.
 //
 // Everything that is summed is summed in an order that depends on the lengths alone, never on the number of threads.
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
-#include <cstring>
-#include <limits>
-#include <memory>
 #include <tuple>
 #include <vector>
 
-#include "attention_bias.h"
-#include "dropout.h"
-#include "panels.h"
+#include "attention_bf16.h"
 
 namespace maelm {
 namespace {
 
-constexpr const char* kOp = "attention";
-constexpr int64_t kBlockBytes = 96 << 10;  // scores of a block of queries
 constexpr int64_t kMostRows = 60;          // of a block
 constexpr int64_t kRowsOfTiles = 12;       // rows of whole tiles, at any width of vectors
-constexpr int64_t kRowsOfWindow = 24;      // of a block in a window: more see more keys that one of them does not
-constexpr int64_t kPiecesOfLine = 16;
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Rows of a block of scores that are `width` wide: whole tiles, no more than there are.
 inline int64_t block_rows(int64_t rows, int64_t width) {
@@ -39,10 +28,6 @@ MAELM_INLINE float largest(Vec v) {
   const auto most = [&](int a, int b) { return v[b] > v[a] ? v[b] : v[a]; };
   return std::max(std::max(most(0, 4), most(1, 5)), std::max(most(2, 6), most(3, 7)));
 }
-
-struct Softmax {
-  float top, sum;  // the largest score, and the sum of exp(score - top)
-};
 
 // What attention_block.h defines, for one width of vectors.
 struct BlockKernels {
@@ -70,133 +55,17 @@ namespace wide {
 #undef MAELM_TARGET
 }  // namespace wide
 
-// The extension is compiled for AVX2; a CPU with AVX-512 runs the wider functions. PyTorch's ATEN_CPU_CAPABILITY=avx2
-// turns them off here too.
-const BlockKernels* widest() {
-  const char* limit = std::getenv("ATEN_CPU_CAPABILITY");
-  const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  return has && (limit == nullptr || std::strcmp(limit, "avx512") == 0) ? &wide::kKernels : &narrow::kKernels;
-}
+// The extension is compiled for AVX2; a CPU with AVX-512 runs the wider functions.
+const BlockKernels& kernels() { return has_avx512() ? wide::kKernels : narrow::kKernels; }
 #else
-const BlockKernels* widest() { return &narrow::kKernels; }
+const BlockKernels& kernels() { return narrow::kKernels; }
 #endif
 
-const BlockKernels& kernels() {
-  static const BlockKernels* const chosen = widest();
-  return *chosen;
+// What a call multiplies in: bf16 where its tensors are and the CPU can, else fp32.
+ScalarType product_type(const Tensor& q, const Tensor& k, const Tensor& v) {
+  const auto narrow = [](const Tensor& x) { return x.scalar_type() == ScalarType::BFloat16; };
+  return narrow(q) && narrow(k) && narrow(v) && has_bf16_products() ? ScalarType::BFloat16 : ScalarType::Float;
 }
-
-// One call's tensors, checked.
-struct Call {
-  Tensor q, k, v;
-  const int32_t *q_starts, *k_starts, *q_positions, *k_positions;
-  int64_t sequences, heads, dim, longest_k = 0;
-  float scale;
-  Distances distances;
-  bool biased;
-  Dropout dropout;
-
-  Call(const Tensor& q_, const Tensor& k_, const Tensor& v_, const std::optional<Tensor>& line,
-       const Tensor& q_starts_, const Tensor& k_starts_, const Tensor& q_positions_, const Tensor& k_positions_,
-       double scale_, double dropout_p, const std::optional<Tensor>& seed, int64_t place)
-      : q(rows(q_, "q")),
-        k(rows(k_, "k")),
-        v(rows(v_, "v")),
-        q_starts(starts(q_starts_, "q_starts", q.size(0))),
-        k_starts(starts(k_starts_, "k_starts", k.size(0))),
-        q_positions(positions(q_positions_, "q_positions", q.size(0))),
-        k_positions(positions(k_positions_, "k_positions", k.size(0))),
-        sequences(q_starts_.size(0) - 1),
-        heads(q.size(1)),
-        dim(q.size(2)),
-        scale(static_cast<float>(scale_)),
-        distances(checked(line, heads), q_positions_, k_positions_),
-        biased(line.has_value()),
-        dropout(dropout_p, seed, place, kOp) {
-    require(dim == 16 || dim == 32 || dim == 64 || dim == 128, kOp, ": head_dim must be 16, 32, 64 or 128, not ", dim);
-    require(k.size(1) == heads && k.size(2) == dim && v.size(0) == k.size(0) && v.size(1) == heads && v.size(2) == dim,
-            kOp, ": k and v must have shape (rows, ", heads, ", ", dim, ")");
-    require(k_starts_.size(0) == q_starts_.size(0), kOp, ": queries and keys must be as many sequences");
-    for (int64_t s = 0; s < sequences; ++s) longest_k = std::max(longest_k, keys(s));
-  }
-
-  int64_t queries(int64_t s) const { return q_starts[s + 1] - q_starts[s]; }
-  int64_t keys(int64_t s) const { return k_starts[s + 1] - k_starts[s]; }
-  // A head's rows of a sequence that starts at `row`.
-  static Head head(const Tensor& x, int64_t row, int64_t head) {
-    return {static_cast<float*>(x.data_ptr()) + row * x.stride(0) + head * x.stride(1), x.stride(0)};
-  }
-  Head queries_of(const Tensor& x, int64_t s, int64_t h) const { return head(x, q_starts[s], h); }
-  Head keys_of(const Tensor& x, int64_t s, int64_t h) const { return head(x, k_starts[s], h); }
-  const float* bias_row(int64_t h, int64_t query) const {
-    return distances.row(h) - distances.least() - q_positions[query];
-  }
-
-  struct Block {
-    int64_t rows;
-    Keys keys;
-  };
-  // The queries from `start` on that are computed together, and what they may see. extents: of the sequence's keys.
-  Block block(int64_t s, int64_t start, const Extents& extents) const {
-    const int64_t left = queries(s) - start, usual = std::min(block_rows(queries(s), padded(keys(s))), left);
-    if (!distances.limited()) return {usual, {0, keys(s)}};
-    const int32_t* from = q_positions + q_starts[s] + start;
-    const int64_t rows = std::min(kRowsOfWindow, left);
-    const Keys seen = extents.seen(from, rows, distances);
-    if (rows * seen.width() * static_cast<int64_t>(sizeof(float)) <= kBlockBytes) return {rows, seen};
-    return {usual, extents.seen(from, usual, distances)};
-  }
-
-  static Tensor rows(const Tensor& x, const char* name) {
-    require(x.dim() == 3 && is_float(x), kOp, ": ", name,
-            " must be fp32, bf16 or fp16 of shape (rows, heads, head_dim)");
-    const Tensor wide = torch::stable::to(x, ScalarType::Float);
-    return wide.stride(2) == 1 ? wide : torch::stable::contiguous(wide);
-  }
-
- private:
-  static const int32_t* positions(const Tensor& x, const char* name, int64_t rows) {
-    require(x.dim() == 1 && x.scalar_type() == ScalarType::Int && x.is_contiguous() && x.size(0) == rows, kOp, ": ",
-            name, " must be a contiguous int32 vector of ", rows);
-    return static_cast<const int32_t*>(x.data_ptr());
-  }
-  static const std::optional<Tensor>& checked(const std::optional<Tensor>& line, int64_t heads) {
-    require(!line.has_value() ||
-                (line->dim() == 2 && line->size(0) == heads && line->size(1) % 2 == 1 && is_float(*line)),
-            kOp, ": line must be (heads, 2R+1), of fp32, bf16 or fp16");
-    return line;
-  }
-  static const int32_t* starts(const Tensor& x, const char* name, int64_t rows) {
-    require(x.dim() == 1 && x.scalar_type() == ScalarType::Int && x.is_contiguous() && x.size(0) > 0, kOp, ": ", name,
-            " must be a contiguous int32 vector");
-    const auto* p = static_cast<const int32_t*>(x.data_ptr());
-    bool ascend = p[0] == 0 && p[x.size(0) - 1] == rows;
-    for (int64_t s = 0; s + 1 < x.size(0); ++s) ascend = ascend && p[s] <= p[s + 1];
-    require(ascend, kOp, ": ", name, " must ascend from 0 to ", rows);
-    return p;
-  }
-};
-
-// Floats of a thread, each piece at the start of a cache line.
-class Scratch {
- public:
-  explicit Scratch(int64_t floats)
-      : memory_(new float[static_cast<size_t>(floats + kPieces * kLine)]), next_(align(memory_.get())) {}
-  float* take(int64_t floats) {
-    float* piece = next_;
-    next_ = align(next_ + floats);
-    return piece;
-  }
-
- private:
-  static constexpr int64_t kLine = 16, kPieces = 12;
-  static float* align(float* p) {
-    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p) + 63) & ~static_cast<uintptr_t>(63));
-  }
-  std::unique_ptr<float[]> memory_;
-  float* next_;
-};
 
 // 255 in the bytes of the weights that dropout keeps, in the order of the keys.
 const uint8_t* kept(std::vector<uint8_t>& bytes, const Dropout& dropout, int64_t query, const Keys& keys, int64_t head) {
@@ -209,10 +78,15 @@ std::tuple<Tensor, Tensor> attention_native_fwd(Tensor q, Tensor k, Tensor v, st
                                                 Tensor q_starts, Tensor k_starts, Tensor q_positions,
                                                 Tensor k_positions, double scale, double dropout_p,
                                                 std::optional<Tensor> seed, int64_t place) {
-  const Call call(q, k, v, line, q_starts, k_starts, q_positions, k_positions, scale, dropout_p, seed, place);
+  const ScalarType type = product_type(q, k, v);
+  const Call call(type, q, k, v, line, q_starts, k_starts, q_positions, k_positions, scale, dropout_p, seed, place);
   const int64_t dim = call.dim, total_queries = call.q.size(0);
-  Tensor out = empty(q, {total_queries, call.heads, dim}, ScalarType::Float);
+  Tensor out = empty(q, {total_queries, call.heads, dim}, type);
   Tensor lse = empty(q, {call.heads, total_queries}, ScalarType::Float);
+  if (type == ScalarType::BFloat16) {
+    bf16_forward(call, out, lse);
+    return {out, lse};
+  }
   auto* statistics = static_cast<float*>(lse.data_ptr());
   torch::stable::parallel_for(0, call.sequences * call.heads, 1, [&](int64_t begin, int64_t end) {
     const int64_t widest = padded(call.longest_k), scores_size = std::max(kRowsOfTiles * widest, kBlockBytes / 4);
@@ -240,7 +114,7 @@ std::tuple<Tensor, Tensor> attention_native_fwd(Tensor q, Tensor k, Tensor v, st
       if (call.biased) spans.set(call.k_positions + call.k_starts[s], keys);
       if (call.distances.limited()) extents.set(call.k_positions + call.k_starts[s], keys);
       for (int64_t start = 0, rows; start < queries; start += rows) {
-        const auto [block_size, seen] = call.block(s, start, extents);
+        const auto [block_size, seen] = call.block(s, start, block_rows(queries, padded(keys)), extents);
         const int64_t width = seen.width();
         rows = block_size;
         kernels().product(rows, width, dim, q_h.row(start), q_h.stride, keys_t + seen.first * dim, dim * kPanel, scores,
@@ -278,14 +152,10 @@ std::tuple<Tensor, Tensor> attention_native_fwd(Tensor q, Tensor k, Tensor v, st
 // What a thread of the backward pass works with, for one (sequence, head) after another.
 class Backward {
  public:
-  Backward(const Call& call, const Tensor& grad_out, const Tensor& lse, const Tensor& grad_q, const Tensor& grad_k,
-           const Tensor& grad_v)
+  Backward(const Call& call, const BackwardTensors& tensors)
       : call_(call),
-        grad_out_(grad_out),
-        grad_q_(grad_q),
-        grad_k_(grad_k),
-        grad_v_(grad_v),
-        lse_(static_cast<const float*>(lse.data_ptr())),
+        tensors_(tensors),
+        lse_(static_cast<const float*>(tensors.lse.data_ptr())),
         widest_(padded(call.longest_k)),
         block_size_(std::max(kRowsOfTiles * widest_, kBlockBytes / 4)),
         scratch_(2 * block_size_ + 3 * widest_ * call.dim + 2 * kMostRows * call.dim + 2 * call.distances.stride()),
@@ -303,8 +173,8 @@ class Backward {
   void run(int64_t s, int64_t h, double* line) {
     const int64_t queries = call_.queries(s), keys = call_.keys(s), dim = call_.dim;
     const Head q = call_.queries_of(call_.q, s, h);
-    const Head up = call_.queries_of(grad_out_, s, h), to_q = call_.queries_of(grad_q_, s, h);
-    const Head to_k = call_.keys_of(grad_k_, s, h), to_v = call_.keys_of(grad_v_, s, h);
+    const Head up = call_.queries_of(tensors_.grad_out, s, h), to_q = call_.queries_of(tensors_.q, s, h);
+    const Head to_k = call_.keys_of(tensors_.k, s, h), to_v = call_.keys_of(tensors_.v, s, h);
     const bool adds = call_.distances.limited();  // not all keys are in every block
     if (keys == 0 || queries == 0 || adds) {
       for (int64_t i = 0; i < queries; ++i) std::fill_n(to_q.row(i), dim, 0.0f);
@@ -320,7 +190,7 @@ class Backward {
     if (adds) extents_.set(call_.k_positions + call_.k_starts[s], keys);
     if (line != nullptr) std::fill_n(by_distance_, 2 * call_.distances.stride(), 0.0f);
     for (int64_t start = 0, rows; start < queries; start += rows) {
-      const auto [block_size, seen] = call_.block(s, start, extents_);
+      const auto [block_size, seen] = call_.block(s, start, block_rows(queries, padded(keys)), extents_);
       const int64_t width = seen.width(), panels = seen.first * dim;
       rows = block_size;
       kernels().product(rows, width, dim, q.row(start), q.stride, keys_t_ + panels, dim * kPanel, weights_, width);
@@ -363,7 +233,7 @@ class Backward {
   }
 
   const Call& call_;
-  const Tensor &grad_out_, &grad_q_, &grad_k_, &grad_v_;
+  const BackwardTensors& tensors_;
   const float* lse_;
   int64_t widest_, block_size_;
   Scratch scratch_;
@@ -373,46 +243,49 @@ class Backward {
   Extents extents_;
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_native_bwd(Tensor grad_out, Tensor q, Tensor k, Tensor v,
-                                                                Tensor lse, std::optional<Tensor> line,
-                                                                Tensor q_starts, Tensor k_starts, Tensor q_positions,
-                                                                Tensor k_positions, bool line_gradient, double scale,
-                                                                double dropout_p, std::optional<Tensor> seed,
-                                                                int64_t place) {
-  const Call call(q, k, v, line, q_starts, k_starts, q_positions, k_positions, scale, dropout_p, seed, place);
-  grad_out = Call::rows(grad_out, "grad_out");
+// Gradients of q, k, v, the last `stacked` (0, 2 or 3) of them in one tensor, and, if asked for, of the line; else that has
+// no elements.
+std::tuple<std::vector<Tensor>, Tensor> attention_native_bwd(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse,
+                                                             std::optional<Tensor> line, Tensor q_starts,
+                                                             Tensor k_starts, Tensor q_positions, Tensor k_positions,
+                                                             bool line_gradient, double scale, double dropout_p,
+                                                             std::optional<Tensor> seed, int64_t place,
+                                                             int64_t stacked) {
+  const ScalarType type = product_type(q, k, v);
+  const Call call(type, q, k, v, line, q_starts, k_starts, q_positions, k_positions, scale, dropout_p, seed, place);
+  grad_out = Call::rows(grad_out, "grad_out", type);
   require(grad_out.size(0) == call.q.size(0) && grad_out.size(1) == call.heads && grad_out.size(2) == call.dim, kOp,
           ": grad_out must have the shape of q");
   require(lse.scalar_type() == ScalarType::Float && lse.is_contiguous() && lse.numel() == call.heads * call.q.size(0),
           kOp, ": lse must be what the forward pass returned");
   require(!line_gradient || line.has_value(), kOp, ": there is no line to differentiate by");
-  const auto like = [&](const Tensor& x) { return empty(q, {x.size(0), call.heads, call.dim}, ScalarType::Float); };
-  Tensor grad_q = like(call.q), grad_k = like(call.k), grad_v = like(call.v);
-  const int64_t pieces = std::clamp<int64_t>(call.sequences, 1, kPiecesOfLine);
-  const int64_t line_width = line_gradient ? line->size(1) : 0;
-  std::vector<double> lines(static_cast<size_t>(pieces * call.heads * line_width));
-  torch::stable::parallel_for(0, pieces * call.heads, 1, [&](int64_t begin, int64_t end) {
-    Backward backward(call, grad_out, lse, grad_q, grad_k, grad_v);
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t piece = item / call.heads, last = piece_begin(piece + 1, pieces, call.sequences);
-      double* to = line_gradient ? lines.data() + item * line_width : nullptr;
-      for (int64_t s = piece_begin(piece, pieces, call.sequences); s < last; ++s) {
-        backward.run(s, item % call.heads, to);
-      }
+  std::vector<Tensor> gradients, apart;
+  for (int64_t i = 0; i < 3; ++i) {
+    const int64_t length = (i == 0 ? call.q : call.k).size(0), place = i - (3 - stacked);  // place: in the stack
+    if (place < 0) {
+      apart.push_back(gradients.emplace_back(empty(q, {length, call.heads, call.dim}, type)));
+      continue;
     }
-  });
-  grad_q = torch::stable::to(grad_q, q.scalar_type());
-  grad_k = torch::stable::to(grad_k, k.scalar_type());
-  grad_v = torch::stable::to(grad_v, v.scalar_type());
-  if (!line_gradient) return {grad_q, grad_k, grad_v, empty(q, {0}, q.scalar_type())};
+    if (place == 0) gradients.push_back(empty(q, {length, stacked, call.heads, call.dim}, type));
+    apart.push_back(torch::stable::select(gradients.back(), 1, place));
+  }
+  const BackwardTensors tensors = {grad_out, lse, apart[0], apart[1], apart[2]};
+  const int64_t line_width = line_gradient ? line->size(1) : 0;
+  const auto backward = type == ScalarType::BFloat16 ? bf16_backward : each_backward<Backward>;
+  const std::vector<double> lines = backward(call, tensors, line_width);
+  const Tensor* inputs[] = {&q, &k, &v};  // a stack's first one names its type
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    gradients[i] = torch::stable::to(gradients[i], inputs[i]->scalar_type());
+  }
+  if (!line_gradient) return {gradients, empty(q, {0}, q.scalar_type())};
   Tensor grad_line = empty(q, {call.heads, line_width}, ScalarType::Float);
   auto* sums = static_cast<float*>(grad_line.data_ptr());
   for (int64_t i = 0; i < call.heads * line_width; ++i) {
     double sum = 0.0;
-    for (int64_t piece = 0; piece < pieces; ++piece) sum += lines[piece * call.heads * line_width + i];
+    for (int64_t piece = 0; piece < pieces_of_line(call); ++piece) sum += lines[piece * call.heads * line_width + i];
     sums[i] = static_cast<float>(sum);
   }
-  return {grad_q, grad_k, grad_v, torch::stable::to(grad_line, line->scalar_type())};
+  return {gradients, torch::stable::to(grad_line, line->scalar_type())};
 }
 
 }  // namespace

@@ -33,7 +33,7 @@ class Distances {
             "attention: with a bias, positions must lie in [0, ", kMost, ")");
     least_ = k_low - q_high;
     width_ = k_high - q_low - least_ + 1;
-    stride_ = padded(width_) + kPanel;  // a span may read 15 past the last distance
+    stride_ = padded(width_) + 2 * kPanel;  // a span may read 31 past the last distance
     const Tensor values = fp32(*line);
     const auto* from = static_cast<const float*>(values.data_ptr());
     const auto excluded = [&](int64_t at) {

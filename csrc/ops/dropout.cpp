@@ -97,6 +97,51 @@ Tensor keep_weights_native_fwd(Tensor rows, int64_t heads, int64_t columns, doub
   return out;
 }
 
+#ifdef __x86_64__
+#define MAELM_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+
+struct WideWords {
+  __m512i low, high;
+};
+
+MAELM_AVX512 MAELM_INLINE WideWords multiply_16(__m512i a, uint32_t multiplier) {
+  const __m512i m = _mm512_set1_epi32(static_cast<int>(multiplier));
+  const __m512i even = _mm512_mul_epu32(a, m), odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), m);
+  return {_mm512_mask_shuffle_epi32(even, 0xAAAA, odd, _MM_PERM_CCAA),
+          _mm512_mask_shuffle_epi32(odd, 0x5555, even, _MM_PERM_DDBB)};
+}
+
+MAELM_AVX512 MAELM_INLINE int kept_halves(__m512i halves, __m512i limit) {
+  return static_cast<int>(_mm512_cmpge_epu16_mask(halves, limit));
+}
+
+// A bit for each of 128 keys that is kept. Of 32 columns, a 128-bit lane, word k decides about the keys 8 k to 8 k + 7 in
+// their order; so each word's bits are whole bytes, and it is those that are put in order.
+MAELM_AVX512 void draw_128(uint8_t* bits, uint32_t group, uint32_t row, uint32_t place, uint32_t part, uint64_t seed,
+                           uint32_t threshold) {
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  __m512i c0 = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(group)), lanes);
+  __m512i c1 = _mm512_set1_epi32(static_cast<int>(row)), c2 = _mm512_set1_epi32(static_cast<int>(place));
+  __m512i c3 = _mm512_set1_epi32(static_cast<int>(part));
+  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+  constexpr int kXor = 0x96;  // of three
+  for (int round = 0; round < kDropoutRounds; ++round) {
+    const WideWords first = multiply_16(c0, kPhiloxMultiplier0), second = multiply_16(c2, kPhiloxMultiplier1);
+    c0 = _mm512_ternarylogic_epi32(second.high, c1, _mm512_set1_epi32(static_cast<int>(k0)), kXor);
+    c1 = second.low;
+    c2 = _mm512_ternarylogic_epi32(first.high, c3, _mm512_set1_epi32(static_cast<int>(k1)), kXor);
+    c3 = first.low;
+    k0 += kPhiloxWeyl0;
+    k1 += kPhiloxWeyl1;
+  }
+  const __m512i limit = _mm512_set1_epi16(static_cast<int16_t>(threshold));
+  const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m128i bytes = _mm_setr_epi32(kept_halves(c0, limit), kept_halves(c1, limit), kept_halves(c2, limit),
+                                       kept_halves(c3, limit));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(bits), _mm_shuffle_epi8(bytes, order));
+}
+#endif
+
 }  // namespace
 
 Dropout::Dropout(double p, const std::optional<Tensor>& seed, int64_t place, const char* op)
@@ -134,6 +179,19 @@ void Dropout::draw_weights(uint8_t* bytes, int64_t row, int64_t keys, int64_t he
     std::memcpy(bytes + span, ordered, 32);
   }
 }
+
+#ifdef __x86_64__
+void Dropout::draw_bits(uint8_t* bits, int64_t row, int64_t keys, int64_t head, int64_t first) const {
+  if (threshold_ > 0xFFFF) {  // no half is that large
+    std::memset(bits, 0, bits_size(keys));
+    return;
+  }
+  for (int64_t key = 0; key < keys; key += 128) {
+    draw_128(bits + key / 8, static_cast<uint32_t>((first + key) / kDropoutLanes), static_cast<uint32_t>(row), place_,
+             static_cast<uint32_t>(head), seed_, threshold_);
+  }
+}
+#endif
 
 }  // namespace maelm
 

@@ -23,6 +23,9 @@ class Dropout {
   // The same for the attention weights of a query (its packed row) in one head, in the order of the keys; `first` is a
   // multiple of 32.
   void draw_weights(uint8_t* bytes, int64_t row, int64_t keys, int64_t head, int64_t first = 0) const;
+  // draw_weights's in a bit each, in bits_size(keys) bytes; only for a CPU with AVX-512.
+  void draw_bits(uint8_t* bits, int64_t row, int64_t keys, int64_t head, int64_t first) const;
+  static size_t bits_size(int64_t keys) { return static_cast<size_t>(ceil_div(keys, 128) * 16); }
   static size_t buffer_size(int64_t width) { return static_cast<size_t>(ceil_div(width, 64) * 64); }
 
  private:

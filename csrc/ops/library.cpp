@@ -37,8 +37,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(maelm_fast, library) {
   library.def(
       "attention_native_bwd(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor? line, "
       "Tensor q_starts, Tensor k_starts, Tensor q_positions, Tensor k_positions, bool line_gradient, float scale, "
-      "float dropout_p, Tensor? seed, int place) -> "
-      "(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_line)");
+      "float dropout_p, Tensor? seed, int place, int stacked) -> (Tensor[] gradients, Tensor grad_line)");
   library.def(
       "keep_weights_native_fwd(Tensor rows, int heads, int columns, float p, Tensor seed, int place, ScalarType dtype) "
       "-> Tensor");

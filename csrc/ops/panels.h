@@ -15,11 +15,13 @@ constexpr int64_t kPanel = 16;  // columns of a panel: two vectors of AVX2, one 
 inline int64_t padded(int64_t count) { return ceil_div(count, kPanel) * kPanel; }
 
 // Rows of one head: row r starts at data + r * stride and its columns lie side by side.
-struct Head {
-  float* data;
+template <class T>
+struct HeadOf {
+  T* data;
   int64_t stride;
-  float* row(int64_t r) const { return data + r * stride; }
+  T* row(int64_t r) const { return data + r * stride; }
 };
+using Head = HeadOf<float>;
 
 // The columns of x (rows, dim) in panels (dim / 16, rows, 16), times `factor`.
 inline void pack_columns(float* panels, const Head& x, int64_t rows, int64_t dim, float factor) {
@@ -31,10 +33,10 @@ inline void pack_columns(float* panels, const Head& x, int64_t rows, int64_t dim
   }
 }
 
+// Writes the columns of the eight rows r; it moves words, whatever they mean.
 #ifdef __AVX2__
-MAELM_INLINE void transpose_8(float* to, int64_t to_stride, const float* const* from, float factor) {
-  Vec r[8], t[8];
-  for (int i = 0; i < 8; ++i) r[i] = load<Vec>(from[i]) * factor;
+MAELM_INLINE void transpose_8(float* to, int64_t to_stride, Vec* r) {
+  Vec t[8];
   for (int i = 0; i < 8; i += 2) {
     t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
     t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
@@ -51,9 +53,9 @@ MAELM_INLINE void transpose_8(float* to, int64_t to_stride, const float* const* 
   }
 }
 #else
-inline void transpose_8(float* to, int64_t to_stride, const float* const* from, float factor) {
+inline void transpose_8(float* to, int64_t to_stride, const Vec* r) {
   for (int i = 0; i < 8; ++i) {
-    for (int j = 0; j < 8; ++j) to[i * to_stride + j] = from[j][i] * factor;
+    for (int j = 0; j < 8; ++j) to[i * to_stride + j] = r[j][i];
   }
 }
 #endif
@@ -66,8 +68,9 @@ inline void pack_rows(float* panels, const Head& x, int64_t rows, int64_t dim, f
     for (int64_t i = 0; i < 8; ++i) from[i] = row + i < rows ? x.row(row + i) : kZeros;
     float* to = panels + row / kPanel * kPanel * dim + row % kPanel;
     for (int64_t column = 0; column < dim; column += 8) {
-      transpose_8(to + column * kPanel, kPanel, from, factor);
-      for (auto& pointer : from) pointer += 8;
+      Vec lines[8];
+      for (int i = 0; i < 8; ++i) lines[i] = load<Vec>(from[i] + column) * factor;
+      transpose_8(to + column * kPanel, kPanel, lines);
     }
   }
 }

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 SHOWN_CHARS = 1000
 FEW = 64
 """Validation samples, below which their loss is called noise."""
-COMMANDS = {"prepare": "text to a token store; a killed run is gone on with", "show": "what is in a token store"}
+COMMANDS = {
+    "prepare": "text to a token store; the same command resumes one that was killed",
+    "show": "what is in a token store",
+}
 PREPARE_EXAMPLES = """
     maelm-fast data prepare corpus/ --out store
     maelm-fast data prepare 'wiki/*.jsonl.xz' hf:NAME --out store --text-field content --cased

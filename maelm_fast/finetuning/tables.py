@@ -61,6 +61,10 @@ def read_table(path: Path, wanted: Wanted) -> Table:
     return table
 
 
+class HubUnreachable(UserError):
+    """Nor will another data set of the hub be read; to try takes half a minute each."""
+
+
 def read_hub(name: str, config: str | None, split: str, wanted: Wanted) -> Table:
     """A split of a dataset on the hub, or of a folder that `datasets` understands. Raises UserError in one line."""
     source = f"hub:{name}{f':{config}' if config else ''}"
@@ -76,7 +80,8 @@ def read_hub(name: str, config: str | None, split: str, wanted: Wanted) -> Table
         raise
     except Exception as error:  # datasets raises whatever its network, file system and parsers raise
         reason = _first_line(error)
-        raise UserError(
+        kind = HubUnreachable if isinstance(error, ConnectionError) else UserError
+        raise kind(
             f"{source}, split {split}, cannot be read: {reason} "
             f"(splits are named with --train and --validation; without a network give --data a directory)"
         ) from None

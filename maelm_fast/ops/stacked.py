@@ -45,13 +45,18 @@ def stack_of(*tensors: Tensor) -> Tensor | None:
     return first.as_strided(shape, (strides[0], size, *strides[1:]))
 
 
+def stacked_of(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """How many of them, from the last on, lie side by side: 3, 2 or 0."""
+    return 3 if stack_of(q, k, v) is not None else 2 if stack_of(k, v) is not None else 0
+
+
 def gradients_of(q: Tensor, k: Tensor, v: Tensor, stacked: int) -> list[Tensor]:
     """Memory for gradients of q, k and v, the last `stacked` (0, 2 or 3) of them side by side in one (T, stacked, H, D)
     that ends the list."""
-    shapes = [t.shape for t in (q, k, v)[: 3 - stacked]]
+    memory = [t.new_empty(t.shape) for t in (q, k, v)[: 3 - stacked]]
     if stacked:
-        shapes.append(torch.Size((v.shape[0], stacked, *v.shape[1:])))
-    return [v.new_empty(shape) for shape in shapes]
+        memory.append(v.new_empty((v.shape[0], stacked, *v.shape[1:])))
+    return memory
 
 
 def apart(gradients: list[Tensor]) -> list[Tensor]:

@@ -16,6 +16,7 @@ from maelm_fast.finetuning import tasks
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import TaskData, read_task
 from maelm_fast.finetuning.fingerprint import deciding, digest
+from maelm_fast.finetuning.tables import HubUnreachable
 from maelm_fast.finetuning.tasks import Task
 from maelm_fast.paper.grids import Grid
 from maelm_fast.paper.prompting.fewshot import SPLIT_SEEDS, FewShotConfig, base_config
@@ -135,7 +136,8 @@ def find_tasks(
     with `one` only the first task that is there. files: of the tasks that need them.
 
     A task that none of them has, or has in order, is left out with the reason; the plan and the report name it.
-    Raises UserError if not one task is there, or if one whose files were named is not read."""
+    Raises UserError if not one task is there, if one whose files were named is not read, or without a network for the
+    hub."""
     data: dict[str, TaskData] = {}
     left_out: dict[str, str] = {}
     for name in names:
@@ -145,6 +147,8 @@ def find_tasks(
         for source in sources:
             try:
                 read = read_task(tasks.get(name), source, named.get("train", ()), named.get("validation", ()))
+            except HubUnreachable:
+                raise
             except UserError as error:
                 reasons[source] = str(error)
             else:

@@ -58,7 +58,7 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         while not self._ended.wait(self.interval):
-            self._beat()
+            self.beat()
             if self._another_failed():
                 self._leave()
             elif time.monotonic() - self._place[3] > self.timeout_s:
@@ -91,7 +91,7 @@ class Watch(threading.Thread):
         for _ in range(3):
             if self._another_failed(no_answer=True):
                 return None
-            self._beat()
+            self.beat()
             time.sleep(self.interval)
         beats = {rank: self._read(rank) for rank in range(self.world)}
         seen = {rank: beat for rank, beat in beats.items() if beat is not None}
@@ -111,7 +111,8 @@ class Watch(threading.Thread):
         assert self.directory is not None
         return self.directory / f"rank_{rank}.json"
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
+        """Writes where this process is."""
         count, step, phase, since = self._place
         seconds = time.monotonic() - since  # in this phase
         beat = {"step": step, "phase": phase, "seconds": seconds, "count": count, "written": time.time()}

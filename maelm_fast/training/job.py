@@ -54,6 +54,7 @@ def pretrain(
         fitted = config = _fit_model(asked, train, vocabulary.size, initial, tokenizer)
         record = RunRecord(config.preset or "custom", str(data), train.fingerprint, initial.source if initial else None)
         say: Callable[[str], None] = print if group.is_main else lambda _: None
+        _check_alike(group, record, config)
         precision = choose_precision(config.runtime, group.device)
         group.from_main(lambda: stack.enter_context(_alone(run, record, fitted)))
         group.watch(run.heartbeats)
@@ -171,6 +172,18 @@ def _check_same(run: RunDir, record: RunRecord, config: RunConfig) -> None:
     ]
     if different:
         raise UserError(f"{run.path} was started with {', '.join(different)}; use the same, or choose another --out")
+
+
+def _check_alike(group: Processes, record: RunRecord, config: RunConfig) -> None:
+    """All processes must have been started alike, but for where the store lies and how many loaders each has: on a
+    machine of a cluster with another store or option they would train something else, or wait for each other."""
+    mine = {f"{section}.{key}".lstrip("."): value for section, key, value in _leaves(to_dict(config))}
+    mine |= {"the preset": record.preset, "--init-from": record.init_from, "the store's hash": record.data_fingerprint}
+    for name, value in group.from_main(lambda: mine).items():
+        require(
+            name == "runtime.workers" or mine[name] == value,
+            f"{name} is {mine[name]!r} here, but {value!r} for rank 0: start all processes by the same command",
+        )
 
 
 def _alike(one: RunConfig, other: RunConfig, update: int) -> bool:

@@ -215,6 +215,7 @@ class _Several(Processes):
     def watch(self, directory: Path) -> None:
         self.from_main(lambda: self.watcher.clear(directory))
         self.watcher.directory = directory
+        self.watcher.beat()  # one that dies before the first is due was seen all the same
 
     def at(self, phase: str, step: int | None = None) -> None:
         self.watcher.at(phase, step)
@@ -243,7 +244,7 @@ class _Beside(Processes):
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _FLIGHT_RECORDER = {
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # collectives, of which each rank writes a file when one times out
+    "TORCH_FR_BUFFER_SIZE": "2000",  # collectives, of which each rank writes a file when one times out
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
 

@@ -241,10 +241,11 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
             "unigram_nats": unigram,
         }
         self.metrics.write(row)
-        gap = unigram - result["val_loss"]
+        gap, perplexity = unigram - result["val_loss"], result["val_perplexity"]
+        shown = f"{perplexity:,.1f}" if perplexity < 1e6 else f"{perplexity:.1e}"
         self.display.say(
             f"step {progress.step:,}: validation loss {result['val_loss']:.4f} nats ({abs(gap):.3f} "
-            f"{'below' if gap > 0 else 'above'} unigram), perplexity {result['val_perplexity']:,.1f}, "
+            f"{'below' if gap > 0 else 'above'} unigram), perplexity {shown}, "
             f"accuracy {result['val_accuracy']:.1%}"
         )
         if progress.best_val_loss is None or result["val_loss"] < progress.best_val_loss:

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import pickle
 from pathlib import Path
@@ -122,6 +123,16 @@ def test_manifest_round_trip(store):
     assert Manifest.read(store[0]) == manifest
     assert manifest.unigram_nats == 1.5
     assert TokenStore.open(store[0]).fingerprint == manifest.fingerprint
+
+
+def test_stores_of_other_content_have_other_fingerprints(store):
+    """The same ids mean another text to another tokenizer. What only says where it came from does not count."""
+    manifest = Manifest.read(store[0])
+    short = {"train": manifest.splits["train"]}
+    changes = ({"tokenizer_sha256": "0" * 64}, {"sample_mode": "document"}, {"seq_len": 9}, {"splits": short})
+    others = {dataclasses.replace(manifest, **change).fingerprint for change in changes}
+    assert len(others | {manifest.fingerprint}) == 5
+    assert dataclasses.replace(manifest, options={"inputs": "elsewhere"}).fingerprint == manifest.fingerprint
 
 
 def test_tokenizer_must_be_the_stores_own(store):

@@ -15,7 +15,7 @@ from maelm_fast.batch import layout_of
 from maelm_fast.config import ModelConfig
 from maelm_fast.data.masking import pack_masked
 from maelm_fast.errors import UserError
-from maelm_fast.export.from_huggingface import read_checkpoint
+from maelm_fast.export.from_huggingface import read_checkpoint, read_fields
 from maelm_fast.export.huggingface import export
 from maelm_fast.masking import Vocabulary
 from maelm_fast.model.maelm import MaeLm
@@ -103,6 +103,16 @@ def test_the_same_hidden_states_and_scores(checkpoints: Path, make: Callable[...
     for a, b in zip(layers, output.hidden_states, strict=True):
         assert (a - b.flatten(0, 1)).abs().max() <= 1e-5
     assert (logits - output.logits[ids == MASK]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_config_that_is_silent_has_the_class_s_epsilon(edited: Callable[..., Path], kind: str) -> None:
+    file = edited(kind) / "config.json"
+    data = json.loads(file.read_text())
+    del data["layer_norm_eps"]
+    file.write_text(json.dumps(data))
+    theirs = getattr(transformers, f"{KINDS[kind][0]}Config")()
+    assert read_fields(file.parent)["layer_norm_eps"] == theirs.layer_norm_eps != KINDS["mpnet"][1]["layer_norm_eps"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -151,6 +151,8 @@ def test_bad_rows(store: Path) -> None:
         collator([{"input_ids": [0, 300, 2], "idx": 0, "epoch": 0}])
     with pytest.raises(UserError, match="an epoch must lie in"):
         collator.set_epoch(-1)
+    with pytest.raises(UserError, match=r"give it masking\.final"):
+        PackedMaskingCollator(TokenStore.open(store).tokenizer(), MaskingConfig(rate=0.4, rate_end=0.15))
     with pytest.raises(UserError, match="needs a seed"):
         MaskedTokenDataset(TokenStore.open(store), samples=3)
     rows = MaskedTokenDataset(TokenStore.open(store), seed=0, samples=3)

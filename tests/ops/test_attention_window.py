@@ -10,27 +10,27 @@ from maelm_fast.batch import layout_of
 from maelm_fast.errors import UserError
 from maelm_fast.ops import AttentionLayout, PositionBias, attention
 from tests.ops.checks import DEVICE, outputs_and_gradients, seed_tensor
-from tests.ops.test_attention import EVERY_BACKEND, SKIPPING, check_kernel, gapped, least_precise, on_device
+from tests.ops.test_attention import BACKEND_AND_DTYPE, SKIPPING, check_kernel, gapped, on_device
 
 
 @pytest.mark.parametrize("p", [0.0, 0.2])
 @pytest.mark.parametrize("reach", [1, 11, 40])
-@pytest.mark.parametrize("backend", SKIPPING)
-def test_outputs_and_gradients(backend: str, reach: int, p: float) -> None:
+@pytest.mark.parametrize(("backend", "dtype"), SKIPPING)
+def test_outputs_and_gradients(backend: str, dtype: torch.dtype, reach: int, p: float) -> None:
     """Gaps of all sizes; late queries see no key of the first tile, and early ones none of the last."""
-    check_kernel(gapped([120, 3, 0, 33]), None, reach, least_precise(backend), p, backend=backend, window=True)
+    check_kernel(gapped([120, 3, 0, 33]), None, reach, dtype, p, backend=backend, window=True)
 
 
-@pytest.mark.parametrize("backend", SKIPPING)
-def test_other_keys(backend: str) -> None:
+@pytest.mark.parametrize(("backend", "dtype"), SKIPPING)
+def test_other_keys(backend: str, dtype: torch.dtype) -> None:
     """Queries that see nothing, keys that nobody sees, and queries far apart."""
     queries, keys = gapped([20, 40, 0, 3]), gapped([90, 0, 7, 70], seed=1)
-    check_kernel(queries, keys, 11, least_precise(backend), 0.2, backend=backend, window=True)
+    check_kernel(queries, keys, 11, dtype, 0.2, backend=backend, window=True)
 
 
-@pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize(("backend", "dtype"), BACKEND_AND_DTYPE)
 @pytest.mark.parametrize(("before", "after"), [(4, 4), (0, 0), (0, 9), (5, None), (None, 0), (None, None)])
-def test_equals_the_pairs_written_out(backend: str, before: int | None, after: int | None) -> None:
+def test_equals_the_pairs_written_out(backend: str, dtype: torch.dtype, before: int | None, after: int | None) -> None:
     """All pairs at once in float64, positions with gaps, a bias that reaches farther than the window."""
     layout = on_device(gapped([70, 5]))
     places = layout.positions.cpu()
@@ -50,20 +50,19 @@ def test_equals_the_pairs_written_out(backend: str, before: int | None, after: i
         bias = PositionBias(line, 128).within(before, after)
         return attention(q, k, v, AttentionLayout(layout), bias, backend=backend)
 
-    mine = [t.to(DEVICE, least_precise(backend) if i < 3 else torch.float32) for i, t in enumerate(tensors)]
-    bound = 0.02 if backend == "triton" else 1e-5
+    mine = [t.to(DEVICE, dtype if i < 3 else torch.float32) for i, t in enumerate(tensors)]
+    bound = 0.02 if dtype == torch.bfloat16 else 1e-5
     exact = outputs_and_gradients(dense, [t.cpu().double() for t in mine])
     for actual, expected in zip(outputs_and_gradients(windowed, mine), exact, strict=True):
         largest = max(float(expected.abs().max()), 1.0)
         torch.testing.assert_close(actual.cpu().double(), expected, rtol=bound, atol=bound * largest)
 
 
-@pytest.mark.parametrize("backend", SKIPPING)
-def test_what_lies_beyond_is_not_computed(backend: str) -> None:
+@pytest.mark.parametrize(("backend", "dtype"), SKIPPING)
+def test_what_lies_beyond_is_not_computed(backend: str, dtype: torch.dtype) -> None:
     """NaN in the last keys, and in the upstream gradient of the last queries, stays among those near them: what is
     computed and excluded would be NaN too."""
     tokens, clean = 640, 384  # further apart than any kernel's tiles
-    dtype = least_precise(backend)
     layout = AttentionLayout(on_device(layout_of([tokens])))
     q, k, v = (torch.randn(tokens, 2, 32, device=DEVICE, dtype=dtype) for _ in range(3))
     upstream = torch.randn_like(q)
@@ -77,11 +76,11 @@ def test_what_lies_beyond_is_not_computed(backend: str) -> None:
         assert result[-64:].isnan().any()
 
 
-@pytest.mark.parametrize("backend", SKIPPING)
-def test_dropout_drops_the_weights_that_it_drops_without_a_window(backend: str) -> None:
+@pytest.mark.parametrize(("backend", "dtype"), SKIPPING)
+def test_dropout_drops_the_weights_that_it_drops_without_a_window(backend: str, dtype: torch.dtype) -> None:
     """With values that are the keys' unit vectors, an output is a row of weights."""
     layout = AttentionLayout(on_device(gapped([64, 64])))
-    q = torch.randn(128, 2, 64, device=DEVICE, dtype=least_precise(backend))
+    q = torch.randn(128, 2, 64, device=DEVICE, dtype=dtype)
     v = torch.eye(64, device=DEVICE, dtype=q.dtype).repeat(2, 1)[:, None].expand(-1, 2, -1).contiguous()
     bias = PositionBias(torch.zeros(2, 1, device=DEVICE), 128)
 

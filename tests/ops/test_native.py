@@ -173,7 +173,7 @@ from maelm_fast import ops
 from maelm_fast.batch import Layout
 
 def numbers(*shape):  # not normal ones, which depend on the capability
-    return (4 * torch.rand(shape) - 2).requires_grad_()
+    return (4 * torch.rand(shape) - 2).to(dtype).requires_grad_()
 
 found = []
 cases = (16, (1, 7, 0, 109), 0.0), (32, (128, 61), 0.1), (64, (300, 13, 25), 0.1), (128, (435,), 0.0)
@@ -184,19 +184,36 @@ for width, lengths, p in cases:
     positions = torch.cat([torch.randperm(length + 40)[:length].sort().values for length in lengths]).int()
     q, k, v, line = *(numbers(rows, 3, width) for _ in range(3)), numbers(3, 65)
     layout, bias = ops.AttentionLayout(Layout(starts, positions, lengths)), ops.PositionBias(line, 512)
-    out = ops.attention(q, k, v, layout, bias, dropout_p=p, seed=torch.tensor(5), backend="native")
+    rows_of_products = [t.to(products) for t in (q, k, v)]
+    out = ops.attention(*rows_of_products, layout, bias, dropout_p=p, seed=torch.tensor(5), backend="native").to(dtype)
     out.backward(numbers(rows, 3, width))
     found += [out.detach(), q.grad, k.grad, v.grad, line.grad]
 torch.save(found, file)
 """
 
 
+def attention_under_avx2(path: Path, dtype: str) -> list[Tensor]:
+    """PyTorch's ATEN_CPU_CAPABILITY is read once a process."""
+    setting = f"file, dtype, products = {str(path)!r}, torch.{dtype}, torch.{dtype}"
+    subprocess.run(
+        [sys.executable, "-c", f"import torch\n{setting}\n{ATTENTION}"],
+        check=True,
+        env=os.environ | {"ATEN_CPU_CAPABILITY": "avx2"},
+    )
+    results: list[Tensor] = torch.load(path)
+    assert len(results) == 20
+    return results
+
+
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="a CPU without AVX-512 has one width")
 def test_the_width_of_vectors_does_not_change_a_bit_of_attention(tmp_path: Path) -> None:
-    """PyTorch's ATEN_CPU_CAPABILITY is read once a process."""
-    exec(ATTENTION, widest := {"file": tmp_path / "here"})
-    narrower = f"file = {str(tmp_path / 'avx2')!r}\n{ATTENTION}"
-    subprocess.run([sys.executable, "-c", narrower], check=True, env=os.environ | {"ATEN_CPU_CAPABILITY": "avx2"})
-    results = torch.load(tmp_path / "avx2")
-    assert len(results) == 20
+    exec(ATTENTION, widest := {"file": tmp_path / "here", "dtype": torch.float32, "products": torch.float32})
+    results = attention_under_avx2(tmp_path / "avx2", "float32")
     assert all(torch.equal(a, b) for a, b in zip(widest["found"], results, strict=True))
+
+
+def test_attention_without_bf16_products_widens(tmp_path: Path) -> None:
+    """bf16 tensors give what they give in fp32, rounded, where the CPU or ATEN_CPU_CAPABILITY has no AVX-512."""
+    exec(ATTENTION, widened := {"file": tmp_path / "here", "dtype": torch.bfloat16, "products": torch.float32})
+    results = attention_under_avx2(tmp_path / "avx2", "bfloat16")
+    assert all(torch.equal(a, b) for a, b in zip(widened["found"], results, strict=True))

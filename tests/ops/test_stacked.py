@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from maelm_fast import native
 from maelm_fast.batch import layout_of
 from maelm_fast.ops import AttentionLayout, PositionBias, attention
 from maelm_fast.ops.dispatch import triton_installed
@@ -37,19 +38,30 @@ def test_unstack_is_unbind(parts: int) -> None:
     assert alone.sum() == 5 * 2 * 4
 
 
-@pytest.mark.skipif(not triton_installed(), reason="triton is not installed")
+TRITON = pytest.mark.skipif(not triton_installed(), reason="triton is not installed")
+COMPILED = pytest.mark.skipif(DEVICE != "cpu" or not native.has("attention", "cpu"), reason="it is for the CPU")
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        pytest.param("triton", torch.float32 if DEVICE == "cpu" else torch.bfloat16, marks=TRITON),
+        pytest.param("native", torch.float32, marks=COMPILED),
+        pytest.param("native", torch.bfloat16, marks=COMPILED),
+    ],
+)
 @pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize("biased", [False, True])
-def test_the_kernels_gradients_are_not_copied(parts: int, biased: bool) -> None:
+def test_the_kernels_gradients_are_not_copied(backend: str, dtype: torch.dtype, parts: int, biased: bool) -> None:
     layout = AttentionLayout(layout_of([40, 3, 0, 65]).to(DEVICE))
-    rows, dtype = 108, torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    rows = 108
     x = torch.randn(rows, parts, 2, 32, device=DEVICE).to(dtype).requires_grad_()
     q = torch.randn(rows, 2, 32, device=DEVICE).to(dtype).requires_grad_()
     line = torch.randn(2, 9, device=DEVICE) if biased else None
 
     def gradients(split) -> tuple[list[Tensor], list[str]]:
         given = [*([q] if parts == 2 else []), *split(x)]
-        out = attention(*given, layout, PositionBias(line, 65) if biased else None, backend="triton")
+        out = attention(*given, layout, PositionBias(line, 65) if biased else None, backend=backend)
         asked = [x, q] if parts == 2 else [x]
         with Seen() as seen:
             return list(torch.autograd.grad(out.square().sum(), asked)), seen.names

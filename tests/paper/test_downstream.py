@@ -225,6 +225,19 @@ def test_tasks_are_found_or_left_out_with_a_reason(tasks: Path, tmp_path: Path) 
         find_tasks(("mnli", "sst2"), [str(tasks)], amount, True, named)
 
 
+def test_without_a_network_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def load_dataset(name: str, config: str, **_: Any) -> None:
+        asked.append(config)
+        raise ConnectionError(f"Couldn't reach '{name}' on the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    with pytest.raises(UserError, match="Couldn't reach"):
+        find_tasks(("rte", "cola", "sst2"), ["hub"], scales.get("smoke").downstream)
+    assert asked == ["rte"]
+
+
 def test_a_cell_of_the_grid_wins_by_as_many_seeds_as_the_others(
     tasks: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

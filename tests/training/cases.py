@@ -37,11 +37,12 @@ def seen(run: str | Path) -> list[str]:
 
 
 class Watched(contextlib.ExitStack):
-    """Inside, Trainer.update notes what it is given, and goes wrong as the case says: {"hang": [rank, update]}."""
+    """Inside, Trainer.update notes what it is given, and goes wrong as the case says: {"hang": [rank, update]}. Where
+    there is a file RUN.until, it is held before the update whose number that says, unless it is asked to stop."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         super().__init__()
-        self.file = seen_file(case["out"])
+        self.file, self.until = seen_file(case["out"]), Path(f"{case['out']}.until")
         self.wrong = {what: tuple(place) for what, place in case.get("wrong", {}).items()}
         self.place = (-1, -1)
         self._update, self._forward = Trainer.update, MaeLm.forward
@@ -59,6 +60,8 @@ class Watched(contextlib.ExitStack):
     def update(self, trainer: Trainer, micro_batches: Any) -> Any:
         step, group = trainer.progress.step, trainer.processes
         self.place = group.rank, step
+        while self.until.exists() and step == int(self.until.read_text()) and not trainer.signals():
+            time.sleep(0.01)
         lines = ""
         for i, batch in enumerate(micro_batches):
             if batch.decoder.lengths:

@@ -27,7 +27,7 @@ from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
 from maelm_fast.masking import VALIDATION_EPOCH, Masker, Vocabulary
 from maelm_fast.training import checkpoint, trainer
-from maelm_fast.training.initial import from_run, load_initial
+from maelm_fast.training.initial import adapt, from_run, load_initial
 from maelm_fast.training.job import pretrain
 from maelm_fast.training.optim import build_optimizer, learning_rate
 from maelm_fast.training.rundir import RunDir, load_run
@@ -661,6 +661,16 @@ def test_init_from_a_run(store: Path, whole: Path, tmp_path: Path) -> None:
         initial,
     )
     assert torch.allclose(final_weights(other)["encoder.token_table"], final_weights(whole)["encoder.token_table"])
+
+
+def test_the_encoder_stays_what_it_was_in_the_run_it_comes_from(whole: Path) -> None:
+    """Its sizes, its bias and its norms' epsilon; the decoder and dropout are as asked."""
+    model = load_run(whole).config.model
+    bias = {"relative_bias": "released", "relative_buckets": 16, "relative_max_distance": 64}
+    asked = replace(
+        model, num_layers=5, num_heads=2, ffn_size=8, max_positions=99, layer_norm_eps=1e-3, dropout=0.3, **bias
+    )
+    assert adapt(asked, from_run(whole)) == replace(model, dropout=0.3)
 
 
 def test_initial_weights_must_hold_the_whole_encoder(whole: Path) -> None:

@@ -83,8 +83,8 @@ class PackedMaskingCollator:
     "attention_mask", where 0 marks padding, which is left out. encoder_sees_mask: MaeLm.encoder_sees_mask, True for a
     model without a decoder (RoBERTa).
 
-    Raises UserError for a tokenizer without mask token, for a row without input_ids, and for a token id outside the
-    vocabulary."""
+    Raises UserError for a tokenizer without mask token, for masks that fall (rate_end), for a row without input_ids
+    and for a token id outside the vocabulary."""
 
     def __init__(
         self,
@@ -94,6 +94,11 @@ class PackedMaskingCollator:
         seed: int = 0,
         encoder_sees_mask: bool = False,
     ) -> None:
+        require(
+            masking.rate_end is None,
+            "a collator does not know the update, by which masking.rate_end changes the masks: give it masking.final, "
+            "or train with 'maelm-fast pretrain'",
+        )
         self.masker = Masker(masking, vocabulary(tokenizer), seed, encoder_sees_mask)
         self._shared = torch.tensor([_UNKNOWN, 0, 0]).share_memory_()
 

@@ -1,7 +1,8 @@
 """The compiled attention for the CPU (csrc/ops/attention.cpp): scores stay in the core's caches, forward and backward.
 
-It computes in fp32; bf16 and fp16 are widened and rounded at its edges. The bias is looked up by distance as it goes,
-so nothing is written out for all pairs.
+It computes in fp32; bf16 and fp16 are widened and rounded at its edges. On a CPU with AVX-512's bf16 products it
+multiplies bf16 tensors as they are (attention_bf16.cpp), with fp32 sums, and computes in fp32 between two products. The
+bias is looked up by distance as it goes, so nothing is written out for all pairs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from maelm_fast.ops import dispatch
 from maelm_fast.ops.attention_inputs import Call
 from maelm_fast.ops.registration import describe
+from maelm_fast.ops.stacked import apart, gradients_of, stacked_of
 
 HEAD_DIMS = (16, 32, 64, 128)
 
@@ -51,10 +53,10 @@ def _fake_bwd(
     q_positions: Tensor,
     k_positions: Tensor,
     line_gradient: bool,
-    *_: Any,
-) -> tuple[Tensor, ...]:
+    *numbers: Any,
+) -> tuple[list[Tensor], Tensor]:
     grad_line = line.new_empty(line.shape) if line is not None and line_gradient else q.new_empty(0)
-    return (*(t.new_empty(t.shape) for t in (q, k, v)), grad_line)
+    return gradients_of(q, k, v, numbers[-1]), grad_line
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -69,10 +71,10 @@ def _backward(ctx: Any, grad_out: Tensor, _: None) -> tuple[Tensor | None, ...]:
     *tensors, seed = ctx.saved_tensors
     scale, dropout_p, place = ctx.numbers
     wanted = ctx.needs_input_grad[3]
-    grad_q, grad_k, grad_v, grad_line = torch.ops.maelm_fast.attention_native_bwd(
-        grad_out, *tensors, wanted, scale, dropout_p, seed, place
+    gradients, grad_line = torch.ops.maelm_fast.attention_native_bwd(
+        grad_out, *tensors, wanted, scale, dropout_p, seed, place, stacked_of(*tensors[:3])
     )
-    return grad_q, grad_k, grad_v, grad_line if wanted else None
+    return (*apart(gradients), grad_line if wanted else None)
 
 
 describe("attention_native_fwd", _fake_fwd, _setup_context, _backward)

@@ -11,7 +11,7 @@ from torch import Tensor
 from maelm_fast.ops import dispatch
 from maelm_fast.ops.attention_inputs import Call, PositionBias
 from maelm_fast.ops.registration import custom_op, describe
-from maelm_fast.ops.stacked import apart, gradients_of, stack_of
+from maelm_fast.ops.stacked import apart, gradients_of, stacked_of
 
 if TYPE_CHECKING:
     from maelm_fast.kernels.attention import Packed
@@ -187,8 +187,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     scale, dropout_p, place, bounded = ctx.numbers
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     wanted = line is not None and ctx.needs_input_grad[3]
-    stacked = 3 if stack_of(q, k, v) is not None else 2 if stack_of(k, v) is not None else 0
-    numbers = (scale, dropout_p, seed, place, bounded, stacked)
+    numbers = (scale, dropout_p, seed, place, bounded, stacked_of(q, k, v))
     gradients, grad_line = torch.ops.maelm_fast.attention_triton_bwd(
         grad_out, grad_lse, q, k, v, out, lse, line, lookup, wanted, *layout, *numbers
     )
