@@ -254,18 +254,21 @@ class Step:
         yield from self.linear("out", times, n, d, d)
         yield from self.add_norm(2 * times, n, dropout, not goes_on)
         yield from self.linear("ffn_in", times, n, d, f, bias=False)  # bias_gelu adds it
-        yield from self.linear("ffn_out", times, n, f, d)
+        yield from self.linear("ffn_out", times, n, f, d, summed=True)
         yield from self.gelu(times, n, f, with_bias=True)
 
-    def linear(self, op: str, times: int, n: int, k: int, out: int, bias: bool = True) -> Iterator[Cost]:
-        """(n, k) to (n, out). bias: whether it is this op that adds it and sums its gradient."""
+    def linear(
+        self, op: str, times: int, n: int, k: int, out: int, bias: bool = True, summed: bool = False
+    ) -> Iterator[Cost]:
+        """(n, k) to (n, out). bias: whether it is this op that adds it and sums its gradient, unless what made the
+        gradient has `summed` it."""
         a, flops, weight, vector = self.a, 2 * n * k * out, k * out, out * bias
         moved = (n * k + weight + n * out) * a  # of either direction: two are read, the third is written
         product = ("forward", n, out, k)
         yield Cost(op, "forward", "gemm", moved + vector * a, flops, flops, times, product=product)
         for product in (("grad_input", n, k, out), ("grad_weight", out, k, n)):
             yield Cost(op, "backward", "gemm", moved, flops, flops, times, product=product)
-        if vector:
+        if vector and not summed:
             yield Cost(f"{op} bias gradient", "backward", "other", (n * out + out) * a, launches=times)
         if a != SINGLE:
             for phase in ("forward", "backward"):
@@ -276,7 +279,7 @@ class Step:
         d, row, seed, stats = self.d, n * self.d * self.a, 8 * dropout, 2 * n * SINGLE
         yield Cost("add_norm", "forward", "norm", 3 * row + 2 * d * SINGLE + seed + stats, launches=times)
         for launches, gradients in ((times - ends, 2), (ends, 1)):
-            moved = (3 + gradients + dropout) * row + 3 * d * SINGLE + stats + seed
+            moved = (3 + gradients + dropout) * row + 4 * d * SINGLE + stats + seed
             yield Cost("add_norm", "backward", "norm", moved, launches=launches)
 
     def gelu(self, times: int, n: int, width: int, with_bias: bool) -> Iterator[Cost]:

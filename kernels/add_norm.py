@@ -1,8 +1,8 @@
 """layer_norm(residual + dropout(x)): whole rows in registers, one read of each input, statistics in fp32.
 
 The backward pass reads x and residual again rather than a stored sum, and draws the dropout mask again. Its programs
-stay resident and loop over rows, each with its own partial sums of the weight and bias gradients; a second kernel adds
-those in a fixed order, so the result never depends on timing.
+stay resident and loop over rows, each with its own partial sums of the weight and bias gradients and of x's, which is
+that of a bias in x; a second kernel adds those in a fixed order, so the result never depends on timing.
 
 R rows and BLOCK columns make a program's tile; BLOCK is the next power of two above the width.
 """
@@ -84,7 +84,7 @@ def _add_norm_bwd_kernel(
     seed,  # one int64, or None without dropout
     grad_x,  # (rows, WIDTH), contiguous; without dropout it is the residual's gradient too
     grad_residual,  # (rows, WIDTH), contiguous; None without dropout
-    partials,  # (2, programs, WIDTH) fp32: weight and bias gradients
+    partials,  # (3, programs, WIDTH) fp32: weight and bias gradients, sums of x's
     rows,
     grad_stride,  # elements from row to row
     again_stride,
@@ -103,6 +103,7 @@ def _add_norm_bwd_kernel(
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     grad_weight = tl.zeros((ROWS, BLOCK), tl.float32)
     grad_bias = tl.zeros((ROWS, BLOCK), tl.float32)
+    x_sums = tl.zeros((ROWS, BLOCK), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
         at = row.to(tl.int64)[:, None]
@@ -126,10 +127,12 @@ def _add_norm_bwd_kernel(
         if DROPOUT:
             tl.store(grad_residual + at * WIDTH + column[None, :], grad, mask=there)
             grad = tl.where(keep, grad * scale, 0.0)
+        x_sums += grad
         tl.store(grad_x + at * WIDTH + column[None, :], grad, mask=there)
     partial = partials + tl.program_id(0) * WIDTH + column
     tl.store(partial, tl.sum(grad_weight, axis=0), mask=inside)
     tl.store(partial + tl.num_programs(0) * WIDTH, tl.sum(grad_bias, axis=0), mask=inside)
+    tl.store(partial + 2 * tl.num_programs(0) * WIDTH, tl.sum(x_sums, axis=0), mask=inside)
 
 
 def add_norm_fwd(
@@ -186,10 +189,10 @@ def add_norm_bwd(
     dropout_p: float,
     seed: Tensor | None,
     place: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(grad_x, grad_residual, grad_weight, grad_bias) where the output's gradient is grad_out, plus grad_again if there
-    is one. Without dropout grad_x is the residual's gradient too, and
-    grad_residual has no elements. The parameters' gradients have weight's dtype."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(grad_x, grad_residual, grad_weight, grad_bias, the sums of grad_x over the rows) where the output's gradient is
+    grad_out, plus grad_again if there is one. Without dropout grad_x is the residual's gradient too, and grad_residual
+    has no elements. The parameters' gradients have weight's dtype, the sums are fp32."""
     grad_out, x, residual, weight = by_rows(grad_out), by_rows(x), by_rows(residual), weight.contiguous()
     grad_again = None if grad_again is None else by_rows(grad_again)
     rows, width = x.shape
@@ -197,7 +200,7 @@ def add_norm_bwd(
     programs = persistent_programs(x.device, triton.cdiv(rows, constants["ROWS"]), **options)
     grad_x = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     grad_residual = torch.empty((rows, width) if dropout_p > 0 else 0, dtype=residual.dtype, device=x.device)
-    partials = torch.empty((2, programs, width), dtype=torch.float32, device=x.device)
+    partials = torch.empty((3, programs, width), dtype=torch.float32, device=x.device)
     threshold, scale = dropout_numbers(dropout_p)
     with torch.cuda.device_of(x):
         _add_norm_bwd_kernel[(programs,)](
@@ -224,5 +227,5 @@ def add_norm_bwd(
             **options,
             **FUSED,
         )
-        grad_weight, grad_bias = sum_partials(partials, weight.dtype)
-    return grad_x, grad_residual, grad_weight, grad_bias
+        grad_weight, grad_bias, sums = sum_partials(partials, weight.dtype, weight.dtype, torch.float32)
+    return grad_x, grad_residual, grad_weight, grad_bias, sums

@@ -74,9 +74,10 @@ def norm_gradient(scaled, normal, rstd, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def _sum_partials_kernel(
-    partials,  # (2, count, WIDTH) fp32
+    partials,  # (2 or 3, count, WIDTH) fp32
     first,  # (WIDTH,) sum of partials[0]
     second,  # (WIDTH,) sum of partials[1]
+    third,  # (WIDTH,) sum of partials[2], or None
     count,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -92,24 +93,27 @@ def _sum_partials_kernel(
     out = tl.sum(total, axis=0)
     if tl.program_id(1) == 0:
         tl.store(first + column, out, mask=column < WIDTH)
-    else:
+    elif tl.program_id(1) == 1:
         tl.store(second + column, out, mask=column < WIDTH)
+    elif third is not None:
+        tl.store(third + column, out, mask=column < WIDTH)
 
 
-def sum_partials(partials: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """partials.sum(1) of (2, count, width) fp32, always added in the same order, as two tensors of `dtype`."""
-    _, count, width = partials.shape
-    first, second = (torch.empty(width, dtype=dtype, device=partials.device) for _ in range(2))
+def sum_partials(partials: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
+    """partials.sum(1) of (2 or 3, count, width) fp32, always added in the same order, as tensors of these dtypes."""
+    vectors, count, width = partials.shape
+    sums = [torch.empty(width, dtype=dtype, device=partials.device) for dtype in dtypes]
     sizes = {"WIDTH": width, "COLUMNS": 32, "ROWS": 32}
-    grid = (triton.cdiv(width, sizes["COLUMNS"]), 2)
-    _sum_partials_kernel[grid](partials, first, second, count, **sizes, **FUSED)
-    return first, second
+    grid = (triton.cdiv(width, sizes["COLUMNS"]), vectors)
+    _sum_partials_kernel[grid](partials, *sums, *[None] * (3 - vectors), count, **sizes, **FUSED)
+    return sums
 
 
 def persistent_options(width: int, warps: int, dtype: torch.dtype) -> dict[str, int]:
-    """Launch options of a kernel whose programs loop over rows. The cap on registers is the least that spills nothing;
+    """Launch options of a kernel whose programs loop over rows. The cap on registers is one that spills nothing;
     persistent_programs counts on it."""
-    return {"num_warps": warps, "maxnreg": 80 if row_block(width) >= 256 * dtype.itemsize else 96}
+    few = row_block(width) >= 256 * dtype.itemsize
+    return {"num_warps": warps, "maxnreg": 80 if few else 88 + 4 * dtype.itemsize}
 
 
 def row_launch(direction: str, width: int, dropout: bool, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, int]]:

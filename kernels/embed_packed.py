@@ -304,7 +304,7 @@ def embed_packed_bwd(
             **options,
             **FUSED,
         )
-        grad_weight, grad_bias = sum_partials(partials, weight.dtype)
+        grad_weight, grad_bias = sum_partials(partials, weight.dtype, weight.dtype)
         if grad_rows is None:
             grad_tokens, grad_positions = (z.to(table.dtype) for z, table in zip(zeros, tables, strict=True))
         else:

@@ -196,7 +196,7 @@ def test_one_op_one_name_five_places() -> None:
 
 
 KERNEL_PLUMBING = {"common", "attention_parts", "attention_tiles"}
-PLUMBING = {"__init__", "attention_inputs", "dispatch", "layouts", "registration", "stacked"}
+PLUMBING = {"__init__", "attention_inputs", "dispatch", "layouts", "registration", "row_sums", "stacked"}
 
 
 def test_kernels_are_imported_as_part_of_the_package_only() -> None:

@@ -18,6 +18,7 @@ from maelm_fast.ops import dispatch
 from maelm_fast.ops.reference.add_norm import add_norm as reference_add_norm
 from maelm_fast.ops.reference.dropout import check_dropout
 from maelm_fast.ops.registration import custom_op, describe
+from maelm_fast.ops.row_sums import keep_row_sums
 
 
 def add_norm(
@@ -124,8 +125,8 @@ def _triton_bwd(
     seed: Tensor | None,
     place: int,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, residual, weight and bias. The kernel is deterministic either way."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, residual, weight and bias; the sums of x's over the rows. It is deterministic either way."""
     from maelm_fast.kernels.add_norm import add_norm_bwd
 
     return add_norm_bwd(grad_out, grad_again, x, residual, weight, mean, rstd, dropout_p, seed, place)
@@ -146,9 +147,14 @@ def _fake_bwd(
     rstd: Tensor,
     dropout_p: float,
     *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     grad_residual = residual.new_empty(residual.shape if dropout_p > 0 else (0,))
     return x.new_empty(x.shape), grad_residual, weight.new_empty(weight.shape), weight.new_empty(weight.shape)
+
+
+def _fake_triton_bwd(*arguments: Any) -> tuple[Tensor, ...]:
+    gradients = _fake_bwd(*arguments)
+    return *gradients, gradients[2].new_empty(gradients[2].shape, dtype=torch.float32)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -166,14 +172,18 @@ def _backward(name: str, ctx: Any, *upstream: Tensor | None) -> tuple[Tensor, ..
     dropout_p, place = ctx.dropout
     deterministic = torch.are_deterministic_algorithms_enabled()
     run = getattr(torch.ops.maelm_fast, name)
-    grad_x, grad_residual, *rest = run(grad_out, grad_again, *saved, dropout_p, seed, place, deterministic)
-    return grad_x, grad_residual if dropout_p > 0 else grad_x, *rest
+    grad_x, grad_residual, grad_weight, grad_bias, *sums = run(
+        grad_out, grad_again, *saved, dropout_p, seed, place, deterministic
+    )
+    if sums:
+        keep_row_sums(grad_x, sums[0])
+    return grad_x, grad_residual if dropout_p > 0 else grad_x, grad_weight, grad_bias
 
 
 for _backend in ("triton", "native"):
     _bwd = f"add_norm_{_backend}_bwd"
     describe(f"add_norm_{_backend}_fwd", _fake_fwd, _setup_context, functools.partial(_backward, _bwd))
-    describe(_bwd, _fake_bwd)
+    describe(_bwd, _fake_triton_bwd if _backend == "triton" else _fake_bwd)
 
 
 class _Twice(torch.autograd.Function):

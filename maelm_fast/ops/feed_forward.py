@@ -14,6 +14,7 @@ from torch import Tensor
 from maelm_fast.ops import dispatch
 from maelm_fast.ops.reference import feed_forward as reference
 from maelm_fast.ops.registration import custom_op, describe
+from maelm_fast.ops.row_sums import row_sums_of
 
 
 def feed_forward(
@@ -69,9 +70,10 @@ def _fake_fwd(
 
 @custom_op("feed_forward_triton_bwd")
 def _backward_op(
-    grad: Tensor, x: Tensor, h: Tensor, weight_in: Tensor, bias_in: Tensor, weight_out: Tensor
+    grad: Tensor, x: Tensor, h: Tensor, weight_in: Tensor, bias_in: Tensor, weight_out: Tensor, sums: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weight_in, bias_in, weight_out, bias_out; the biases' in fp32."""
+    """Gradients of x, weight_in, bias_in, weight_out, bias_out; the biases' in fp32, the last without elements unless
+    `sums`."""
     from maelm_fast.kernels.feed_forward import bias_gelu_bwd_
 
     grad_h = torch.mm(grad, weight_out)  # (T, f): of the GELU's output, until the kernel has passed over it
@@ -81,15 +83,15 @@ def _backward_op(
         torch.mm(grad_h.t(), x),
         grad_bias_in,
         torch.mm(grad.t(), a),
-        grad.sum(0, dtype=torch.float32),
+        grad.sum(0, dtype=torch.float32) if sums else grad.new_empty(0, dtype=torch.float32),
     )
 
 
 def _fake_bwd(
-    grad: Tensor, x: Tensor, h: Tensor, weight_in: Tensor, bias_in: Tensor, weight_out: Tensor
+    grad: Tensor, x: Tensor, h: Tensor, weight_in: Tensor, bias_in: Tensor, weight_out: Tensor, sums: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     (f, d), out = weight_in.shape, weight_out.shape[0]
-    biases = [h.new_empty(size, dtype=torch.float32) for size in (f, out)]
+    biases = [h.new_empty(size, dtype=torch.float32) for size in (f, out if sums else 0)]
     return x.new_empty(x.shape[0], d), x.new_empty(f, d), biases[0], x.new_empty(out, f), biases[1]
 
 
@@ -102,7 +104,9 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, T
 
 def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor, ...]:
     x, h, weight_in, bias_in, weight_out = ctx.saved_tensors
-    dx, dw_in, db_in, dw_out, db_out = _backward_op(grad, x, h, weight_in, bias_in, weight_out)
+    sums = row_sums_of(grad)
+    dx, dw_in, db_in, dw_out, db_out = _backward_op(grad, x, h, weight_in, bias_in, weight_out, sums is None)
+    db_out = db_out if sums is None else sums
     return dx, dw_in, db_in.to(bias_in.dtype), dw_out, db_out.to(ctx.bias_out_dtype)
 
 

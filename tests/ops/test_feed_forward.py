@@ -142,7 +142,8 @@ def test_opcheck() -> None:
     opcheck(torch.ops.maelm_fast.feed_forward_triton_fwd.default, *tensors)
     x, weight_in, bias_in, weight_out, _ = (t.detach() for t in tensors)
     arguments = (torch.randn_like(x), x, torch.randn(5, 12, device=DEVICE), weight_in, bias_in, weight_out)
-    opcheck(torch.ops.maelm_fast.feed_forward_triton_bwd.default, *arguments)
+    for sums in (True, False):
+        opcheck(torch.ops.maelm_fast.feed_forward_triton_bwd.default, *arguments, sums)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
