@@ -2,6 +2,9 @@
 
 A tsv file is split at tabs and nothing else, as GLUE's are: a quotation mark is text. csv files have quotes. A .json
 file holds a list of objects, {"data": [...]}, one object per line, or SQuAD's own nesting of articles.
+
+A file called plainly after its split is taken for that split. Anything else that is taken is noted, and what is not
+clear is asked for.
 """
 
 from __future__ import annotations
