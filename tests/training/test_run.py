@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,46 @@ def test_validation_loss_is_the_mean_over_samples_drawn_from_the_whole_split(
     assert last["val_loss"] == pytest.approx(loss / masked, rel=1e-6)
     assert last["val_perplexity"] == pytest.approx(math.exp(last["val_loss"]))
     assert last["val_accuracy"] == correct / masked
+
+
+def test_the_metrics_of_a_causal_decoder_are_over_every_token(store: Path, tmp_path: Path) -> None:
+    asked = config(model={"decoder": "causal_cross", "dropout": 0.0}, optim={"lr": 1e-2}, runtime={"eval_samples": 20})
+    pretrain("tiny", asked, str(store), str(tmp_path / "run"))
+    opened, run = TokenStore.open(store, "validation"), load_run(tmp_path / "run")
+    ids = permutation(np.arange(20), len(opened), SEED, VALIDATION_EPOCH)
+    masker = Masker(asked.masking, run.vocabulary, SEED, False)
+    loss, correct = run.model(pack([opened[i] for i in ids.tolist()], ids, np.full_like(ids, VALIDATION_EPOCH), masker))
+    last = [r for r in rows(tmp_path / "run") if r["kind"] == "validation"][-1]
+    assert correct > 0
+    assert (last["val_loss"], last["val_accuracy"]) == pytest.approx(
+        (loss.item() / 640, correct.item() / 640), rel=1e-5
+    )
+    hits = [r["accuracy"] * 12 * 32 for r in rows(tmp_path / "run") if r["kind"] == "train"]
+    assert hits == pytest.approx([round(hit) for hit in hits])
+    assert any(round(hit) % 5 for hit in hits)  # else they are whole over the 60 masked ones too
+
+
+def test_tokens_per_second_leave_out_what_is_not_training(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+
+    def taking(seconds: float, function: Any) -> Any:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            clock[0] += seconds
+            return function(*arguments, **named)
+
+        return timed
+
+    saving = trainer.checkpoint.Checkpoints
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(Trainer, "update", taking(2.0, Trainer.update))
+    monkeypatch.setattr(trainer, "evaluate", taking(1e3, trainer.evaluate))
+    monkeypatch.setattr(trainer, "live_ranks", taking(1e3, trainer.live_ranks))
+    monkeypatch.setattr(saving, "save", taking(1e3, saving.save))
+    pretrain("tiny", config(metrics={"rank_every": 2}), str(store), str(tmp_path / "run"))
+    rates = [row["tokens_per_s"] for row in RunDir(tmp_path / "run").metrics() if row["kind"] == "train"]
+    assert rates == [12 * 32 / 2.0] * 8
 
 
 def test_a_run_is_a_plain_loop(store: Path, tmp_path: Path) -> None:
