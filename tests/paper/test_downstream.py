@@ -234,7 +234,7 @@ def test_without_a_network_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     with pytest.raises(UserError, match="Couldn't reach"):
-        find_tasks(("rte", "cola", "sst2"), ["hub"], scales.get("smoke").downstream)
+        find_tasks(("rte", "cola", "sst2"), ["hub"], scales.get("smoke").downstream, False, {})
     assert asked == ["rte"]
 
 
