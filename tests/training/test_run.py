@@ -134,7 +134,7 @@ def test_validation_loss_is_the_mean_over_samples_drawn_from_the_whole_split(
 
 def test_the_metrics_of_a_causal_decoder_are_over_every_token(store: Path, tmp_path: Path) -> None:
     asked = config(model={"decoder": "causal_cross", "dropout": 0.0}, optim={"lr": 1e-2}, runtime={"eval_samples": 20})
-    pretrain("tiny", asked, str(store), str(tmp_path / "run"))
+    pretrain(asked, str(store), str(tmp_path / "run"))
     opened, run = TokenStore.open(store, "validation"), load_run(tmp_path / "run")
     ids = permutation(np.arange(20), len(opened), SEED, VALIDATION_EPOCH)
     masker = Masker(asked.masking, run.vocabulary, SEED, False)
@@ -167,7 +167,7 @@ def test_tokens_per_second_leave_out_what_is_not_training(
     monkeypatch.setattr(trainer, "evaluate", taking(1e3, trainer.evaluate))
     monkeypatch.setattr(trainer, "live_ranks", taking(1e3, trainer.live_ranks))
     monkeypatch.setattr(saving, "save", taking(1e3, saving.save))
-    pretrain("tiny", config(metrics={"rank_every": 2}), str(store), str(tmp_path / "run"))
+    pretrain(config(metrics={"rank_every": 2}), str(store), str(tmp_path / "run"))
     rates = [row["tokens_per_s"] for row in RunDir(tmp_path / "run").metrics() if row["kind"] == "train"]
     assert rates == [12 * 32 / 2.0] * 8
 
