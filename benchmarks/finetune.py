@@ -46,12 +46,11 @@ from maelm_fast.data.tokenizer import train_tokenizer
 from maelm_fast.encoders import PackedEncoder, load_encoder, padded, padded_places, seeded
 from maelm_fast.export.huggingface import export
 from maelm_fast.export.library import quiet, set_dropout
-from maelm_fast.finetuning.batches import token_batch
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, SpanExamples, TaskData, read_task
 from maelm_fast.finetuning.heads import SequenceModel
 from maelm_fast.finetuning.metrics import evaluate
-from maelm_fast.finetuning.problem import SentenceProblem
+from maelm_fast.finetuning.problem import SentenceProblem, token_batch
 from maelm_fast.finetuning.run import device_of, train
 from maelm_fast.finetuning.tasks import custom, get
 from maelm_fast.training.rundir import LoadedRun, RunRecord, vocabulary_of

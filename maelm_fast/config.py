@@ -375,6 +375,8 @@ class RunConfig:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     seed: int = 0
     """Initialisation, sample order, masks and dropout all follow from it."""
+    preset: str = field(default="", compare=False)
+    """The name of the preset it was made from, for records; no option, and no part of to_dict."""
 
     def mask_rate(self, update: int) -> float:
         """The share of the tokens that an update masks, counting from 0: a function of the update alone, so that a
@@ -398,11 +400,12 @@ class RunConfig:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Nested plain data, as written to config.yaml (tuples become lists)."""
+    """Nested plain data, as written to config.yaml (tuples become lists): all that decides anything."""
     return {
         f.name: to_dict(v) if dataclasses.is_dataclass(v) else list(v) if isinstance(v, tuple) else v
         for f in dataclasses.fields(config)
         for v in (getattr(config, f.name),)
+        if f.compare
     }
 
 

@@ -38,7 +38,7 @@ def get(name: str) -> RunConfig:
     """The preset of exactly that name, or UserError listing the names there are."""
     if name not in _PRESETS:
         raise unknown("preset", name, _PRESETS)
-    return _PRESETS[name]()
+    return replace(_PRESETS[name](), preset=name)
 
 
 def describe(name: str) -> str:

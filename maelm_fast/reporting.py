@@ -155,6 +155,16 @@ def legend_below(axis: Any, columns: int = 1, down: float = -0.16) -> None:
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, down), ncols=columns, frameon=False)
 
 
+def legend_outside(figure: Any, axes: Iterable[Any], columns: int) -> None:
+    """One legend below all panels, of what any of them shows."""
+    found: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    wide = min(len(found), columns)
+    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=wide, frameon=False)
+
+
 def thousands(axis: Any) -> None:
     """The horizontal axis in short numbers."""
     from matplotlib.ticker import FuncFormatter

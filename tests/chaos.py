@@ -78,7 +78,7 @@ class Chaos:
 
     def pretrain(self, out: Path, store: Path | None = None, **runtime: Any) -> None:
         with cases.Watched({"out": out}):
-            pretrain("tiny", config(**asked(**runtime)), str(store or self.store), str(out), several=True)
+            pretrain(config(**asked(**runtime)), str(store or self.store), str(out), several=True)
 
     def fork(self, function: Callable[[], object], world: int = 1) -> list[Any]:
         """In processes of their own, which say what they say into a file."""

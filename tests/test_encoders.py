@@ -16,7 +16,7 @@ from maelm_fast.batch import layout_of
 from maelm_fast.encoders import PackedEncoder, TextEncoder, TokenBatch, TransformersEncoder, load_encoder, seeded
 from maelm_fast.errors import UserError
 from maelm_fast.export.huggingface import export
-from maelm_fast.finetuning.batches import token_batch
+from maelm_fast.finetuning.problem import token_batch
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training.trainer import build_model
 from tests.finetuning import small

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,66 +21,42 @@ COMMANDS = {
     "consolidate": "one of several processes as one process would have written it",
     "prune": "remove all but the newest whole ones",
 }
-LIST_EXAMPLES = """
+EXAMPLES = """
     maelm-fast checkpoint list runs/base
-    maelm-fast checkpoint list ~/runs/tiny
-"""
-VERIFY_EXAMPLES = """
     maelm-fast checkpoint verify runs/base
-    maelm-fast checkpoint verify ~/runs/tiny
-"""
-CONSOLIDATE_EXAMPLES = """
-    maelm-fast checkpoint consolidate runs/base
     maelm-fast checkpoint consolidate runs/base --step 50000 --out base-50000
-"""
-PRUNE_EXAMPLES = """
-    maelm-fast checkpoint prune runs/base
     maelm-fast checkpoint prune runs/base --keep 3
 """
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListOptions:
-    """The checkpoints of a run, without reading them."""
+class Options:
+    """A run's checkpoints. list: without reading them. verify: each compared with its checksums; exit code 2 if one is
+    damaged. consolidate: model.safetensors and optimizer.safetensors from the shares of several processes, which other
+    programs need; every command here reads both. prune: all but the newest whole ones are removed, and what was damaged
+    or not finished."""
 
-    run: Path = option(positional=True, metavar="RUN")
-    """Run directory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
-    """Compares every checkpoint of a run with its checksums; exit code 2 if one is damaged."""
-
-    run: Path = option(positional=True, metavar="RUN")
-    """Run directory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConsolidateOptions:
-    """Writes model.safetensors and optimizer.safetensors from the shares of several processes. Needed for other
-    programs only: every command here reads both."""
-
+    what: str = option(positional=True, metavar="COMMAND", help=f"One of {', '.join(COMMANDS)}.")
     run: Path = option(positional=True, metavar="RUN")
     """Run directory."""
     step: int | None = None
-    """Default: of the newest whole one."""
+    """consolidate: of this step (default: the newest whole one)."""
     out: Path | None = None
-    """New directory (default: RUN/consolidated/step_N)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PruneOptions:
-    """Removes all but the newest whole checkpoints of a run, and what was damaged or not finished."""
-
-    run: Path = option(positional=True, metavar="RUN")
-    """Run directory."""
-    keep: int = 1
-    """How many to leave."""
+    """consolidate: new directory (default: RUN/consolidated/step_N)."""
+    keep: int | None = None
+    """prune: how many to leave (default: 1)."""
 
 
 def main(argv: list[str]) -> int:
-    functions = {"list": _list, "verify": _verify, "consolidate": _consolidate, "prune": _prune}
-    return run_command("maelm-fast checkpoint", COMMANDS, functions.__getitem__, argv)
+    return run_command("maelm-fast checkpoint", COMMANDS, lambda name: partial(_do, name), argv)
+
+
+def _do(name: str, argv: list[str]) -> int:
+    options: Options = parse("checkpoint", [name, *argv], Options, examples=EXAMPLES)
+    for given, command in (("step", "consolidate"), ("out", "consolidate"), ("keep", "prune")):
+        require(getattr(options, given) is None or name == command, f"--{given} is for 'checkpoint {command}'")
+    {"list": _list, "verify": _verify, "consolidate": _consolidate, "prune": _prune}[name](options)
+    return 0
 
 
 def _run(path: Path) -> RunDir:
@@ -91,8 +68,7 @@ def _run(path: Path) -> RunDir:
     return run
 
 
-def _list(argv: list[str]) -> int:
-    options: ListOptions = parse("checkpoint list", argv, ListOptions, examples=LIST_EXAMPLES)
+def _list(options: Options) -> None:
     run = _run(options.run)
     print(f"{'step':>12}  {'MB':>10}  written by")
     for step in run.steps():
@@ -100,13 +76,11 @@ def _list(argv: list[str]) -> int:
         processes = max(1, sum(file.name.startswith("shard-") for file in files))
         size = sum(file.stat().st_size for file in files) / 1e6
         print(f"{step:>12,}  {size:>10,.1f}  {processes} process{'es' if processes > 1 else ''}")
-    return 0
 
 
-def _verify(argv: list[str]) -> int:
+def _verify(options: Options) -> None:
     from maelm_fast.training.files import damage
 
-    options: VerifyOptions = parse("checkpoint verify", argv, VerifyOptions, examples=VERIFY_EXAMPLES)
     run = _run(options.run)
     faults = {step: damage(run.checkpoint(step)) for step in run.steps()}
     for step, fault in faults.items():
@@ -115,16 +89,12 @@ def _verify(argv: list[str]) -> int:
     if damaged:
         remedy = "a run goes on from the newest whole one; 'checkpoint prune' removes the others"
         raise UserError(f"{len(damaged)} of {len(faults)} checkpoints are damaged; {remedy}")
-    return 0
 
 
-def _consolidate(argv: list[str]) -> int:
+def _consolidate(options: Options) -> None:
     from maelm_fast.data.files import writing
     from maelm_fast.training.checkpoint import MODEL, consolidate
 
-    options: ConsolidateOptions = parse(
-        "checkpoint consolidate", argv, ConsolidateOptions, examples=CONSOLIDATE_EXAMPLES
-    )
     run = _run(options.run)
     place = run.whole_checkpoint(options.step)
     require(not (place / MODEL).exists(), f"{place} has {MODEL}: it was written by one process")
@@ -133,21 +103,20 @@ def _consolidate(argv: list[str]) -> int:
     with writing(out, "choose another --out"):
         consolidate(place, out)
     print(f"{place} as of one process: {out}")
-    return 0
 
 
-def _prune(argv: list[str]) -> int:
+def _prune(options: Options) -> None:
     from maelm_fast.training.files import damage
     from maelm_fast.work import lock
 
-    options: PruneOptions = parse("checkpoint prune", argv, PruneOptions, examples=PRUNE_EXAMPLES)
-    require(options.keep >= 1, f"--keep must be at least 1, not {options.keep}")
+    keep = 1 if options.keep is None else options.keep
+    require(keep >= 1, f"--keep must be at least 1, not {keep}")
     run = _run(options.run)
     with lock(run.path / ".lock", remove=True) as ours:
         require(ours, f"{run.path} is in use by another process")
         kept: list[int] = []
         for step in reversed(run.steps()):
-            if len(kept) < options.keep and damage(run.checkpoint(step)) is None:
+            if len(kept) < keep and damage(run.checkpoint(step)) is None:
                 kept.append(step)
         require(bool(kept), f"{run.checkpoints}: every checkpoint is damaged; nothing was removed")
         gone = [run.checkpoint(step) for step in run.steps() if step not in kept]
@@ -156,4 +125,3 @@ def _prune(argv: list[str]) -> int:
             shutil.rmtree(path)
             print(f"removed {path}")
     print(f"kept: {', '.join(f'step {step:,}' for step in sorted(kept))}")
-    return 0

@@ -69,7 +69,7 @@ def parse(
         values = parser.parse_args(argv).as_dict()
     except (argparse.ArgumentError, TypeError, ValueError, OSError) as error:
         raise _user_error(error, argv, fields, parser.prog) from None
-    made = [from_dict(cls, {f.name: _value(f, values) for f in dataclasses.fields(cls)}) for cls in classes]
+    made = [from_dict(cls, {f.name: _value(f, values) for f in _given(cls)}) for cls in classes]
     return made[0] if len(made) == 1 else tuple(made)
 
 
@@ -102,7 +102,7 @@ _OURS = ("positional", "aliases", "more", "literal")
 def _fields(cls: type, change: Settings, prefix: str = "", section: str = "") -> Iterator[tuple[str, _Field]]:
     """The options of a dataclass by dotted name, those of the dataclasses in it included."""
     hints, docs = get_type_hints(cls), _docstrings(cls)
-    for field in dataclasses.fields(cls):
+    for field in _given(cls):
         name, hint = prefix + field.name, hints[field.name]
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             yield from _fields(hint, change, f"{name}.", name)
@@ -112,6 +112,11 @@ def _fields(cls: type, change: Settings, prefix: str = "", section: str = "") ->
         default = settings.pop("default", default)
         text = settings.pop("help", docs.get(field.name, ""))
         yield name, _Field(hint, default, text, settings, section)
+
+
+def _given(cls: type) -> list[dataclasses.Field[Any]]:
+    """The fields that are options: those that decide something."""
+    return [field for field in dataclasses.fields(cls) if field.compare]
 
 
 def _docstrings(cls: type) -> dict[str, str]:

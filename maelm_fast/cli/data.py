@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from maelm_fast.cli.common import Settings, option, parse, run_command
 from maelm_fast.config import require
+from maelm_fast.reporting import aligned
 
 if TYPE_CHECKING:
     from maelm_fast.data.token_store import Manifest, Split, TokenStore
@@ -104,20 +105,17 @@ def _print_samples(store: TokenStore, count: int) -> None:
 
 
 def _text(manifest: Manifest) -> str:
-    names = list(manifest.splits)
-    splits = list(manifest.splits.values())
-    rows = [("", *names), *((label, *(show(split) for split in splits)) for label, show in ROWS)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        f"tokenizer: {manifest.vocab_size:,} tokens, {'cased' if manifest.cased else 'uncased'}, "
-        f"sha256 {manifest.tokenizer_sha256[:12]}",
-        f"samples: {manifest.sample_mode}, at most {manifest.seq_len} tokens",
-        f"fingerprint: {manifest.fingerprint[:12]}",
-    ]
-    for label, *cells in rows:
-        shown = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        lines.append(f"{label.ljust(widths[0])}  {shown}".rstrip())
-    return "\n".join(lines)
+    splits = manifest.splits.values()
+    rows = [["", *manifest.splits], *([label, *map(show, splits)] for label, show in ROWS)]
+    return "\n".join(
+        [
+            f"tokenizer: {manifest.vocab_size:,} tokens, {'cased' if manifest.cased else 'uncased'}, "
+            f"sha256 {manifest.tokenizer_sha256[:12]}",
+            f"samples: {manifest.sample_mode}, at most {manifest.seq_len} tokens",
+            f"fingerprint: {manifest.fingerprint[:12]}",
+            *aligned(rows),
+        ]
+    )
 
 
 ROWS = [

@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
     )
 
     _title(2, f"pretraining: preset {PRESET}, masked tokens removed from the encoder's input")
-    pretrain(PRESET, config, str(store), str(run))
+    pretrain(PRESET, store, run)
 
     _title(3, "report")
     loaded, report = load_run(run), RunDir(run).report

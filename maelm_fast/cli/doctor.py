@@ -33,6 +33,7 @@ OPTIONAL = {
     "accelerate": "training an exported model with the Hugging Face Trainer",
     "scikit-learn": "'finetune' and 'paper': metrics and baselines",
     "scipy": "'finetune' and 'paper': correlations",
+    "triton": "GPU kernels",
 }
 """Package: what is lost without it."""
 
@@ -94,8 +95,6 @@ def package_rows() -> list[Row]:
         missing = f"not installed; without it no {purpose}: pip install {name}"
         version = _version(name)
         rows.append(Row(name, version or missing, "ok" if version else "note"))
-    triton = _version("triton")
-    rows.append(Row("triton", triton or "not installed; without it no GPU kernels: pip install triton", _ok_if(triton)))
     return rows
 
 
@@ -206,84 +205,48 @@ def _picked(op: str, device: str) -> str | None:
 def _trial(op: str, backend: str, device: str) -> str | None:
     """None if the backend runs, forward and backward, else why it does not."""
     try:
-        _SMALL_CALLS[op](backend, device)
+        _small_call(op, backend, device)
     except Exception as error:  # any failure is a finding
         return _reason(error).removeprefix(f"{op}: ").removeprefix(f"backend '{backend}' cannot run: ")
     return None
 
 
-def _norm_inputs(device: str) -> tuple[Any, Any, Any]:
-    import torch
-
-    return (
-        torch.randn(8, 64, device=device, requires_grad=True),
-        torch.ones(64, device=device),
-        torch.zeros(64, device=device),
-    )
-
-
-def _try_add_norm(backend: str, device: str) -> None:
-    from maelm_fast import ops
-
-    x, weight, bias = _norm_inputs(device)
-    ops.add_norm(x, x, weight, bias, eps=1e-5, backend=backend).sum().backward()
-
-
-def _try_embed(backend: str, device: str) -> None:
+def _small_call(op: str, backend: str, device: str) -> None:
+    """A call of the op, forward and backward, on a few tokens."""
     import torch
 
     from maelm_fast import ops
+    from maelm_fast.batch import layout_of
 
-    table, weight, bias = _norm_inputs(device)
-    ids = torch.arange(5, dtype=torch.int32, device=device)
-    ops.embed_packed(ids, ids, table, table, weight, bias, eps=1e-5, backend=backend).sum().backward()
-
-
-def _try_scatter(backend: str, device: str) -> None:
-    import torch
-
-    from maelm_fast import ops
-
-    x, weight, bias = _norm_inputs(device)
-    source = torch.tensor([0, -1, 3], dtype=torch.int32, device=device)
-    positions = torch.arange(3, dtype=torch.int32, device=device)
-    out = ops.scatter_to_decoder(x, source, x[1], positions, x, weight, bias, eps=1e-5, backend=backend)
-    out.sum().backward()
-
-
-def _linear_inputs(backend: str, device: str) -> tuple[Any, Any, Any]:
-    import torch
-
-    x, _, bias = _norm_inputs(device)
-    if backend in ("native", "auto") and device == "cpu":
-        x = x.bfloat16()  # what the compiled products take; auto's answer is that for bf16
-        bias = bias.bfloat16()
-    return x, torch.randn(64, 64, device=device, dtype=x.dtype), bias
-
-
-def _try_linear(backend: str, device: str) -> None:
-    from maelm_fast import ops
-
-    x, weight, bias = _linear_inputs(backend, device)
-    ops.linear(x, weight, bias, backend=backend).sum().backward()
-
-
-def _try_feed_forward(backend: str, device: str) -> None:
-    from maelm_fast import ops
-
-    x, weight, bias = _linear_inputs(backend, device)
-    ops.feed_forward(x, weight, bias, weight, bias, backend=backend).sum().backward()
-
-
-def _try_loss(backend: str, device: str) -> None:
-    import torch
-
-    from maelm_fast import ops
-
-    x, _, _ = _norm_inputs(device)
-    table, bias = torch.randn(100, 64, device=device), torch.zeros(100, device=device)
-    labels = torch.arange(8, dtype=torch.int32, device=device)
-    ops.masked_cross_entropy(x, table, bias, labels, vocab_size=99, backend=backend)[0].backward()
+    x = torch.randn(8, 64, device=device, requires_grad=True)
+    ones, zeros, square = torch.ones(64, device=device), torch.zeros(64, device=device), torch.eye(64, device=device)
+    some = torch.arange(5, dtype=torch.int32, device=device)
+    source = torch.tensor([0, -1, 3, -1, 1], dtype=torch.int32, device=device)
+    norm = ones, zeros
+    # The compiled products take bf16, and it is for bf16 that auto chooses them.
+    taken = torch.bfloat16 if backend in ("native", "auto") and device == "cpu" else torch.float32
+    how: Any = {"eps": 1e-5, "backend": backend}
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "add_norm": lambda: ops.add_norm(x, x, *norm, **how),
+        "embed_packed": lambda: ops.embed_packed(some, some, x, x, *norm, **how),
+        "scatter_to_decoder": lambda: ops.scatter_to_decoder(x, source, x[1], some, x, *norm, **how),
+        "linear": lambda: ops.linear(x.to(taken), square.to(taken), zeros.to(taken), backend=backend),
+        "feed_forward": lambda: ops.feed_forward(
+            x.to(taken), square.to(taken), zeros.to(taken), square.to(taken), zeros.to(taken), backend=backend
+        ),
+        "masked_cross_entropy": lambda: ops.masked_cross_entropy(
+            x[:5], square, zeros, some, vocab_size=63, backend=backend
+        )[0],
+        "attention": lambda: ops.attention(q, k, v, ops.AttentionLayout(layout), bias, backend=backend),
+    }
+    if op == "mask_and_pack":
+        _try_mask_and_pack(backend, device)
+        return
+    layout, plain = layout_of((5, 3)).to(device), backend in ("flash", "torch", "xformers")
+    dtype = torch.bfloat16 if plain or device != "cpu" else torch.float32  # what the GPU kernels take
+    q, k, v = (torch.randn(8, 2, 32, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+    bias = None if plain else ops.PositionBias(torch.randn(2, 15, device=device, requires_grad=True))
+    calls[op]().sum().backward()
 
 
 def _try_mask_and_pack(backend: str, device: str) -> None:
@@ -303,32 +266,6 @@ def _try_mask_and_pack(backend: str, device: str) -> None:
         ops.mask_and_pack(torch.from_numpy(ids).int().to(device), [14], [0], [0], masker, backend=backend)
 
 
-def _try_attention(backend: str, device: str) -> None:
-    import torch
-
-    from maelm_fast import ops
-    from maelm_fast.batch import layout_of
-
-    layout = layout_of((5, 3)).to(device)
-    plain = backend in ("flash", "torch", "xformers")
-    dtype = torch.bfloat16 if plain or device != "cpu" else torch.float32  # what the GPU kernels take
-    q, k, v = (torch.randn(8, 2, 32, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
-    bias = None if plain else ops.PositionBias(torch.randn(2, 15, device=device, requires_grad=True))
-    ops.attention(q, k, v, ops.AttentionLayout(layout), bias, backend=backend).sum().backward()
-
-
-_SMALL_CALLS: dict[str, Callable[[str, str], None]] = {
-    "mask_and_pack": _try_mask_and_pack,
-    "embed_packed": _try_embed,
-    "attention": _try_attention,
-    "add_norm": _try_add_norm,
-    "linear": _try_linear,
-    "feed_forward": _try_feed_forward,
-    "scatter_to_decoder": _try_scatter,
-    "masked_cross_entropy": _try_loss,
-}
-
-
 def self_test_rows() -> list[Row]:
     """A forward and backward pass of a tiny MAE-LM on every device: loss and gradients must be finite."""
     import numpy as np
@@ -345,37 +282,25 @@ def self_test_rows() -> list[Row]:
     sequences = [np.arange(4, 4 + n) for n in (32, 20)]
     batch = pack(sequences, np.arange(2), np.zeros(2, np.int64), masker)
 
-    def step(device: str) -> str:
-        start = time.perf_counter()
-        model = MaeLm(config.model).to(device)
-        loss, _ = model(batch.to(device))
-        mean = loss / batch.counts.masked
-        mean.backward()
-        norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).sum()
-        if not math.isfinite(mean.item() + norm.item()):
-            raise ArithmeticError(f"loss {mean.item()}, gradient norms' sum {norm.item()}: not finite")
-        return f"forward and backward fine: loss {mean.item():.2f} nats, {time.perf_counter() - start:.2f} s"
+    def row(device: str) -> Row:
+        name, start = f"tiny model on {device}", time.perf_counter()
+        try:
+            model = MaeLm(config.model).to(device)
+            loss, _ = model(batch.to(device))
+            mean = loss / batch.counts.masked
+            mean.backward()
+            norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).sum()
+            if not math.isfinite(mean.item() + norm.item()):
+                raise ArithmeticError(f"loss {mean.item()}, gradient norms' sum {norm.item()}: not finite")
+        except Exception as error:  # any failure is a finding
+            return Row(name, f"not on {device}: {_reason(error)}", "fail")
+        seconds = time.perf_counter() - start
+        return Row(name, f"forward and backward fine: loss {mean.item():.2f} nats, {seconds:.2f} s")
 
-    return [_tried(f"tiny model on {device}", step, device, failure="fail") for device in _devices()]
+    return [row(device) for device in _devices()]
 
 
 def show(sections: dict[str, list[Row]]) -> None:
-    """A coloured table on a terminal, plain lines elsewhere or where rich is missing."""
-    if sys.stdout.isatty() and _version("rich"):
-        from rich import box
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table
-
-        mark = {"ok": "[green]ok[/]", "note": "[yellow]-[/]", "fail": "[red]fail[/]"}
-        table = Table(box=box.SIMPLE_HEAD, show_header=False)
-        for title, rows in sections.items():
-            table.add_row("", f"[bold]{title}[/]", "")
-            for row in rows:
-                table.add_row(mark[row.state], row.name, escape(row.found))
-            table.add_section()
-        Console().print(table)
-        return
     width = max(len(row.name) for rows in sections.values() for row in rows)
     for title, rows in sections.items():
         print(title)
@@ -387,13 +312,6 @@ def _devices() -> list[str]:
     import torch
 
     return ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-
-
-def _tried(name: str, trial: Callable[[str], str], device: str, failure: Literal["note", "fail"] = "note") -> Row:
-    try:
-        return Row(name, trial(device))
-    except Exception as error:  # any failure is a finding
-        return Row(name, f"not on {device}: {_reason(error)}", failure)
 
 
 def _reason(error: Exception) -> str:
@@ -415,7 +333,3 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
-
-
-def _ok_if(found: str | None) -> Literal["ok", "note"]:
-    return "ok" if found else "note"

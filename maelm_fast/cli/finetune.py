@@ -3,15 +3,16 @@ option."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from maelm_fast.cli.common import option, parse
-from maelm_fast.cli.tasks import TaskOptions
 from maelm_fast.config import require
 from maelm_fast.finetuning import tasks
 from maelm_fast.finetuning.config import FinetuneConfig
+from maelm_fast.finetuning.tasks import Task
 
 EXAMPLES = """
     maelm-fast finetune mrpc --model runs/base --data glue/
@@ -50,6 +51,7 @@ def main(argv: list[str]) -> int:
     task = own.chosen([options.named] if options.named is not None else [])[0]
     from maelm_fast.finetuning.examples import read_task
     from maelm_fast.finetuning.job import finetune
+    from maelm_fast.work import say
 
     data = read_task(task, options.data, own.train, own.validation, options.limit)
     finetune(
@@ -61,7 +63,7 @@ def main(argv: list[str]) -> int:
         engine=options.engine,
         step=options.step,
         random_init=options.random_init,
-        say=_say,
+        say=say,
     )
     return 0
 
@@ -74,5 +76,43 @@ def parsed(argv: list[str]) -> tuple[Options, TaskOptions, FinetuneConfig]:
     return options
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
+OWN = "for files of your own --task classification|regression with --text-columns and --label-column"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """A task in files of your own, instead of TASK."""
+
+    task: Literal["classification", "regression"] | None = None
+    """Its kind."""
+    text_columns: str | None = None
+    """The text's column, or A,B: the pair's."""
+    label_column: str | None = None
+    """The label's."""
+    name: str | None = None
+    """For reports (default: custom)."""
+    train: tuple[str, ...] = ()
+    """Training files, if they are not named so; also of a TASK, if there is only one."""
+    validation: tuple[str, ...] = ()
+    """Validation files, likewise."""
+
+    def chosen(self, names: Sequence[str], glue: Sequence[str] = ()) -> list[Task]:
+        """The tasks of these names, "glue" being those of `glue`, or the one in files of the user's own. UserError."""
+        if self.task is None:
+            for option in ("text_columns", "label_column", "name"):
+                spelt = f"--{option.replace('_', '-')}"
+                require(getattr(self, option) is None, f"{spelt}: for files of your own, with --task")
+            several = f", or 'glue' for {', '.join(glue)}" if glue else ""
+            require(bool(names), f"name a task, one of {', '.join(tasks.TASKS)}{several}, or {OWN}")
+            names = list(dict.fromkeys(n for given in names for n in (glue if glue and given == "glue" else (given,))))
+            require(
+                len(names) == 1 or not (self.train or self.validation),
+                "--train and --validation are the files of one task: name one task",
+            )
+            return [tasks.get(name) for name in names]
+        require(not names, f"'{' '.join(names)}' and --task {self.task}: name one of the two")
+        require(self.text_columns is not None, f"--task {self.task} needs --text-columns")
+        require(self.label_column is not None, f"--task {self.task} needs --label-column")
+        assert self.text_columns is not None
+        assert self.label_column is not None
+        return [tasks.custom(self.task, self.text_columns.split(","), self.label_column, name=self.name or "custom")]

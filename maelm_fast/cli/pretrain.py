@@ -4,7 +4,7 @@ of RunConfig is an option."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
         if before.max_steps == config.optim.max_steps or config.optim.schedule == "trapezoid":
             options, config = parsed(argv, before.warmup_steps)
     initial = _initial(options.init_from) if options.init_from else None
-    pretrain(options.preset, config, str(options.data), str(options.out), initial, several=True)
+    pretrain(replace(config, preset=options.preset), options.data, options.out, initial, several=True)
     return 0
 
 

@@ -17,7 +17,7 @@ from maelm_fast.cli.common import option, parse
 from maelm_fast.config import require
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
-from maelm_fast.reporting import require_matplotlib
+from maelm_fast.reporting import aligned, require_matplotlib
 from maelm_fast.training.hardware import choose_device
 from maelm_fast.training.rundir import RunDir, load_run
 
@@ -115,18 +115,14 @@ def _progress(batches: Iterable[PackedBatch], total: int) -> Iterable[PackedBatc
 
 
 def _text(report: RankReport) -> str:
-    layers = len(report.inputs[0].ranks[0])
-    width = max(len(entry.label) for entry in report.inputs)
-    lines = []
+    layers, lines = len(report.inputs[0].ranks[0]), []
     for i, tau in enumerate(report.taus):
-        lines += [
+        lines.append(
             f"{report.title}: {tau:g}-effective rank of {report.hidden_size} dimensions, {report.samples:,} samples, "
-            "not centred",
-            f"{'input':<{width}} {'tokens':>11} {'embed':>6}" + "".join(f"{layer:>6}" for layer in range(1, layers)),
-        ]
-        for entry in report.inputs:
-            ranks = "".join(f"{rank:>6}" for rank in entry.ranks[i])
-            lines.append(f"{entry.label:<{width}} {entry.tokens:>11,} {ranks}")
+            "not centred"
+        )
+        header = ["input", "tokens", "embed", *map(str, range(1, layers))]
+        lines += aligned([header, *([e.label, f"{e.tokens:,}", *map(str, e.ranks[i])] for e in report.inputs)])
     few = [entry.label for entry in report.inputs if entry.tokens < report.hidden_size]
     if few:
         lines.append(f"fewer tokens than dimensions in: {'; '.join(few)}. Those ranks are too low: raise --samples")

@@ -274,57 +274,10 @@ MIN_LETTERS = 0.9  # spaces count as letters
 MIN_COMMON_WORDS = 0.22
 MAX_ODD_WORDS = 0.12
 COMMON_WORDS = frozenset(
-    {
-        "a",
-        "an",
-        "and",
-        "any",
-        "are",
-        "as",
-        "at",
-        "be",
-        "been",
-        "but",
-        "by",
-        "can",
-        "for",
-        "from",
-        "has",
-        "have",
-        "if",
-        "in",
-        "into",
-        "is",
-        "it",
-        "its",
-        "may",
-        "not",
-        "of",
-        "on",
-        "one",
-        "only",
-        "or",
-        "so",
-        "such",
-        "than",
-        "that",
-        "the",
-        "their",
-        "then",
-        "there",
-        "these",
-        "they",
-        "this",
-        "to",
-        "was",
-        "we",
-        "when",
-        "which",
-        "will",
-        "with",
-        "you",
-        "your",
-    }
+    (
+        "a an and any are as at be been but by can for from has have if in into is it its may not of on one only or "
+        "so such than that the their then there these they this to was we when which will with you your"
+    ).split()
 )
 PLAIN_WORD = re.compile(r"^[\"'(]*([A-Za-z]+([-'/][A-Za-z]+)*|\d+([.,]\d+)*%?)[\"').,;:!?]*$")
 OPENING = re.compile(r"^[\"'(]?[A-Z]")

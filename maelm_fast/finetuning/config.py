@@ -54,15 +54,8 @@ class FinetuneConfig:
     longer. Changes memory and speed, not what is computed, up to rounding and to which numbers dropout takes."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "epochs",
-            "batch_size",
-            "evaluations_per_epoch",
-            "question_length",
-            "stride",
-            "answer_length",
-            "micro_batch_tokens",
-        ):
+        counts = "epochs batch_size evaluations_per_epoch question_length stride answer_length micro_batch_tokens"
+        for name in counts.split():
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
         require(self.lr > 0, f"lr must be positive, not {self.lr}")
         require(0.0 <= self.warmup < 1.0, f"warmup is a share of the steps, in [0, 1), not {self.warmup}")

@@ -6,11 +6,14 @@ wrong, is in TaskData.notes.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,8 +23,7 @@ from numpy.typing import NDArray
 from maelm_fast.config import require
 from maelm_fast.data.order import subset
 from maelm_fast.errors import UserError
-from maelm_fast.finetuning.sources import TRAIN, find_tables, listed
-from maelm_fast.finetuning.tables import Table
+from maelm_fast.finetuning.tables import TRAIN, Table, find_tables, listed
 from maelm_fast.finetuning.tasks import Task, with_labels, with_range
 
 _WHOLE = re.compile(r"[+-]?\d+")
@@ -102,6 +104,20 @@ class TaskData:
     def splits(self) -> dict[str, Split]:
         """All of them, training first."""
         return {TRAIN: self.train, **self.validation}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the texts and labels of all splits, in order, and of how they are scored; not of where they were read
+        from. 12 hexadecimal digits."""
+        task = self.task
+        whole = hashlib.sha256(json.dumps([task.kind, task.labels, task.metric, task.label_range]).encode())
+        for name, split in self.splits.items():
+            if isinstance(split, Examples):
+                labels = split.labels.tolist()
+            else:
+                labels = [[(answer.text, answer.start) for answer in several] for several in split.answers]
+            whole.update(json.dumps([name, *split.texts, labels]).encode())
+        return whole.hexdigest()[:12]
 
     def limited(self, train: int | None = None, validation: int | None = None, why: str = "") -> TaskData:
         """At most so many examples of a split, fixed pseudo-random ones in their own order, which is noted."""

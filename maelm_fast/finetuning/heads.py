@@ -5,6 +5,8 @@ Dropout of a head is drawn as the encoder's is, from one seed a step. Shapes: S 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -40,20 +42,6 @@ def _unrounded(out: nn.Linear, x: Tensor) -> Tensor:
     return logits
 
 
-class SpanHead(nn.Module):
-    """linear d -> 2 (start, end), weights N(0, 0.02), zero biases."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.out = nn.Linear(hidden_size, 2)
-        nn.init.normal_(self.out.weight, std=0.02)
-        nn.init.zeros_(self.out.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (T, d). Returns (T, 2) fp32."""
-        return _unrounded(self.out, x)
-
-
 class SequenceModel(nn.Module):
     """An encoder and a SequenceHead. outputs: classes, or 1 for a score. dropout: the head's; the encoder has its own.
     seed: of the head's initialisation; from PyTorch's default generator if None."""
@@ -74,15 +62,18 @@ class SequenceModel(nn.Module):
 
 
 class SpanModel(nn.Module):
-    """An encoder and a SpanHead. seed: as SequenceModel's."""
+    """An encoder and a linear layer d -> 2 (start, end), weights N(0, 0.02), zero biases. seed: as SequenceModel's."""
 
     def __init__(self, encoder: TextEncoder, seed: int | None = None) -> None:
         super().__init__()
         self.encoder = encoder
         with seeded(seed):
-            self.head = SpanHead(encoder.hidden_size)
+            out = nn.Linear(encoder.hidden_size, 2)
+            nn.init.normal_(out.weight, std=0.02)
+        nn.init.zeros_(out.bias)
+        self.head = nn.ModuleDict({"out": out})
 
     def forward(self, batch: TokenBatch, dropout_seed: Tensor | int | None = None) -> Tensor:
         """Start and end logits of every token, (T, 2) fp32. dropout_seed: as SequenceModel's."""
-        logits: Tensor = self.head(self.encoder(batch, dropout_seed=dropout_seed))
-        return logits
+        out: Any = self.head["out"]
+        return _unrounded(out, self.encoder(batch, dropout_seed=dropout_seed))

@@ -31,7 +31,7 @@ from maelm_fast.errors import UserError
 from maelm_fast.export.library import require_transformers
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import TaskData
-from maelm_fast.finetuning.fingerprint import Origin, data_fingerprint, deciding, digest, resolve_step
+from maelm_fast.finetuning.fingerprint import Origin, deciding, digest
 from maelm_fast.finetuning.metrics import baselines
 from maelm_fast.finetuning.problem import Evaluation, Problem, SentenceProblem
 from maelm_fast.finetuning.report import REPORT_FILE, effective_ranks, median_of, terminal_lines, write_report
@@ -75,8 +75,7 @@ def finetune(
     Stopped after SIGTERM or SIGINT, when the state is saved."""
     require(bool(seeds) and len(set(seeds)) == len(seeds), "the seeds must be one or more, no two the same")
     out = Path(out)
-    origin = Origin(str(model), None if random_init else resolve_step(model, step), engine, random_init)
-    require(not (random_init and step is not None), "--random-init has no checkpoint: leave out --step")
+    origin = Origin.of(model, step, engine, random_init)
     device, precision = device_of(config)
     require_transformers()  # to save the model with, in the end
     record = _record(origin, data, config, seeds)
@@ -215,8 +214,7 @@ def _finish(
     saved = save(model.cpu().eval(), problem.data.task, out / "model")
     say(f"model: {saved.note}")
     evaluation = Evaluation(**json.loads((kept / "evaluation.json").read_text(encoding="utf-8")))
-    about = {**dataclasses.asdict(origin), "saved": saved.note}
-    write_report(out, about, problem.data, results, evaluation, floor, before, after, say)
+    write_report(out, origin, saved.note, problem.data, results, evaluation, floor, before, after, say)
 
 
 def _record(origin: Origin, data: TaskData, config: FinetuneConfig, seeds: Sequence[int]) -> dict[str, Any]:
@@ -229,9 +227,9 @@ def _record(origin: Origin, data: TaskData, config: FinetuneConfig, seeds: Seque
         "step": origin.step,
         "engine": origin.engine,
         "random_init": origin.random_init,
-        "model_fingerprint": origin.fingerprint(),
+        "model_fingerprint": origin.fingerprint,
         "data": {name: split.source for name, split in data.splits.items()},
-        "data_fingerprint": data_fingerprint(data),
+        "data_fingerprint": data.fingerprint,
         "seeds": list(seeds),
         "config": fields,
     }

@@ -5,7 +5,7 @@ A problem belongs to a tokenizer, not to a model: seeds, learning rates and chec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from maelm_fast.batch import layout_of
 from maelm_fast.config import require
-from maelm_fast.encoders import TextEncoder, to_device
-from maelm_fast.finetuning.batches import evaluation_batches, token_batch
+from maelm_fast.data.order import permutation
+from maelm_fast.encoders import TextEncoder, TokenBatch, to_device
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, TaskData
 from maelm_fast.finetuning.heads import SequenceModel
@@ -171,3 +172,33 @@ def predict(
     finite = bool(np.isfinite(logits).all())
     require(finite, "the model's outputs are not finite: try a lower --lr, or --precision fp32")
     return logits
+
+
+def token_batch(inputs: Inputs, indices: Sequence[int] | NDArray[Any]) -> TokenBatch:
+    """The inputs at `indices`, in that order, on the CPU."""
+    chosen = [inputs.ids[i] for i in indices]
+    ids = np.concatenate(chosen) if chosen else np.empty(0, dtype=np.int32)
+    types = None
+    if inputs.token_types is not None:
+        types = torch.from_numpy(np.concatenate([inputs.token_types[i] for i in indices]))
+    return TokenBatch(torch.from_numpy(ids), layout_of([len(part) for part in chosen]), types)
+
+
+def update_order(n: int, batch_size: int, seed: int, epoch: int) -> Iterator[NDArray[np.int64]]:
+    """Indices of the examples of each step of an epoch: every example once, the last step possibly a smaller one
+    (released code)."""
+    for start in range(0, n, batch_size):
+        yield permutation(np.arange(start, min(start + batch_size, n)), n, seed, epoch)
+
+
+def evaluation_batches(lengths: Sequence[int], tokens: int) -> list[NDArray[np.int64]]:
+    """Indices of inputs that are evaluated together, int64: of like length, longest first, so that a batch that is too
+    large for the memory is the first. Padded to their longest they have at most `tokens` tokens, and no fewer than one
+    input."""
+    order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable")
+    batches, start = [], 0
+    while start < len(order):
+        count = max(1, tokens // max(1, lengths[order[start]]))
+        batches.append(order[start : start + count])
+        start += count
+    return batches

@@ -29,9 +29,9 @@ from maelm_fast.analysis.effective_rank import TAU
 from maelm_fast.data.order import subset
 from maelm_fast.encoders import TextEncoder
 from maelm_fast.errors import UserError
-from maelm_fast.finetuning.batches import evaluation_batches, token_batch
 from maelm_fast.finetuning.examples import TaskData
-from maelm_fast.finetuning.problem import EVALUATION_TOKENS, Evaluation, autocast
+from maelm_fast.finetuning.fingerprint import NOT_DECIDING, Origin
+from maelm_fast.finetuning.problem import EVALUATION_TOKENS, Evaluation, autocast, evaluation_batches, token_batch
 from maelm_fast.reporting import (
     GREY,
     aligned,
@@ -64,11 +64,8 @@ RANK_INPUTS = 2048
 MAX_CLASSES = 40
 """Of a confusion matrix that is printed and drawn; a larger one is in report.json alone."""
 
-_UNTOLD = {
-    True: ("seed", "device", "precision", "micro_batch_tokens"),
-    False: ("seed", "device", "precision", "micro_batch_tokens", "question_length", "stride", "answer_length"),
-}
-"""Fields of the configuration that the settings' line leaves out; for SQuAD fewer."""
+_UNTOLD, _OF_SPANS = ("seed", *NOT_DECIDING), ("question_length", "stride", "answer_length")
+"""Fields of the configuration that the settings' line leaves out; the second but for SQuAD."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,8 @@ def results_rows(results: Sequence[Result], baselines: dict[str, dict[str, float
 
 def write_report(
     out: Path,
-    origin: dict[str, Any],
+    origin: Origin,
+    saved: str,
     data: TaskData,
     results: Sequence[Result],
     evaluation: Evaluation,
@@ -152,7 +150,7 @@ def write_report(
     after: LayerRanks,
     say: Callable[[str], None] = print,
 ) -> None:
-    """All files of this module's list, report.json last. origin: what was fine-tuned. evaluation, after: of the median
+    """All files of this module's list, report.json last. saved: how the model was. evaluation, after: of the median
     seed; before: of the encoder as it was. Pictures need matplotlib: without it that is said, and the rest written."""
     task = data.task
     ranks = {"inputs": before.inputs, "tokens": before.tokens, "before": before.ranks, "after": after.ranks}
@@ -161,7 +159,14 @@ def write_report(
         "title": task.title,
         "kind": task.kind,
         "metric": task.metric,
-        "model": {**origin, "name": results[0].encoder, "engine": results[0].engine},
+        "model": {
+            "path": origin.path,
+            "step": origin.step,
+            "random_init": origin.random_init,
+            "name": results[0].encoder,
+            "engine": results[0].engine,
+            "saved": saved,
+        },
         "data": {name: {"source": split.source, "examples": len(split)} for name, split in data.splits.items()},
         "notes": list(data.notes),
         "summary": summary(results),
@@ -194,34 +199,25 @@ def write_report(
 
 
 def terminal_lines(data: TaskData, results: Sequence[Result], baselines: dict[str, dict[str, float]]) -> list[str]:
-    """A row per baseline, per seed and for their median, a column per metric of the first split."""
-    task, first, total = data.task, next(iter(data.validation)), summary(results)
-    has = results[0].metrics[first]  # SQuAD: without unanswerable questions no metrics of them
-    names = [task.metric, *(name for name in task.metrics if name != task.metric and name in has)]
-    rows = [["", *names, f"last {task.metric}", "seconds", f"{_items(data)}/s"]]
-    rows += [
-        [name, *(number(found.get(metric), 2) for metric in names), "", "", ""] for name, found in baselines.items()
-    ]
-    for result in results:
-        found = [*(result.metrics[first][name] for name in names), result.last]
-        speed = [number(result.seconds), number(result.examples_per_s)]
-        rows.append([f"seed {result.seed}", *(number(value, 2) for value in found), *speed])
-    spreads = [*(total["metrics_at_best"][first][name] for name in names), total["last"]]
-    speed = [number(total[name]["median"]) for name in ("seconds", "examples_per_s")]
-    rows.append(["median", *(number(s["median"], 2) for s in spreads), *speed])
-    if len(results) > 1:
-        rows.append(["min..max", *(low_to_high([s["min"], s["max"]], 2) for s in spreads), "", ""])
-    title = f"{task.title}, development set {first}; of each seed the best of {len(results[0].curve)} evaluations"
+    """The first split's table, as in REPORT.md, and how fast it was."""
+    first = next(iter(data.validation))
+    scores = _scores(where(results_rows(results, baselines), split=first), data, results[0].metrics[first])
+    title = f"{data.task.title}, development set {first}; of each seed the best of {len(results[0].curve)} evaluations"
     cut = ", ".join(f"{part['cut']:,} of {name}" for name, part in _splits(results[0].truncation) if "cut" in part)
-    return [title, *aligned(rows), *([f"inputs cut: {cut}"] if cut else [])]
+    return [title, *aligned(scores), _speed(summary(results), data), *([f"inputs cut: {cut}"] if cut else [])]
+
+
+def _speed(total: dict[str, Any], data: TaskData) -> str:
+    items = "windows" if data.task.kind == "spans" else "examples"
+    seconds, examples, tokens = (total[name]["median"] for name in ("seconds", "examples_per_s", "tokens_per_s"))
+    return (
+        f"a median of {seconds:,.1f} s a seed, evaluations included; training alone {examples:,.1f} {items}/s, "
+        f"{tokens:,.0f} tokens/s"
+    )
 
 
 def _splits(truncation: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return [(name, part) for name, part in truncation.items() if isinstance(part, dict)]
-
-
-def _items(data: TaskData) -> str:
-    return "windows" if data.task.kind == "spans" else "examples"
 
 
 def _markdown(values: dict[str, Any], data: TaskData, results: Sequence[Result], rows: Any) -> list[str]:
@@ -232,7 +228,7 @@ def _markdown(values: dict[str, Any], data: TaskData, results: Sequence[Result],
     start = "randomly initialised" if model["random_init"] else f"pretrained{step}"
     places = ", ".join(dict.fromkeys(f"{result.device} in {result.precision}" for result in results))
     used = {key: value for key, value in cut.items() if key in ("max_length", "stride")}  # the model's
-    untold = _UNTOLD[values["kind"] == "spans"]
+    untold = _UNTOLD if data.task.kind == "spans" else (*_UNTOLD, *_OF_SPANS)
     told = (f"{key} {value}" for key, value in {**results[0].config, **used}.items() if key not in untold)
     lines = [
         f"# {values['title']}: {model['name']}",
@@ -248,15 +244,14 @@ def _markdown(values: dict[str, Any], data: TaskData, results: Sequence[Result],
         "",
     ]
     for split in results[0].metrics:
-        lines += [f"## {split}", "", *_metrics(where(rows, split=split), data, results[0].metrics[split])]
+        header, *body = _scores(where(rows, split=split), data, results[0].metrics[split])
+        lines += [f"## {split}", "", *table(header, body)]
     lines += [
         "## Settings and speed",
         "",
         f"{', '.join(told)}.",
         "",
-        f"{results[0].steps:,} steps in a median of {total['seconds']['median']:,.1f} s, evaluations included; "
-        f"training alone {total['examples_per_s']['median']:,.1f} {_items(data)}/s, "
-        f"{total['tokens_per_s']['median']:,.0f} tokens/s. Steps skipped for a gradient that was not finite: "
+        f"{results[0].steps:,} steps in {_speed(total, data)}. Steps skipped for a gradient that was not finite: "
         f"{total['skipped_updates']}.",
         "",
         "## Inputs that were too long",
@@ -283,25 +278,28 @@ def _markdown(values: dict[str, Any], data: TaskData, results: Sequence[Result],
     return lines
 
 
-def _metrics(rows: Any, data: TaskData, metrics: Iterable[str]) -> list[str]:
-    """A table of one development split; the first has the baselines."""
+def _scores(rows: Any, data: TaskData, metrics: Iterable[str]) -> list[list[str]]:
+    """A table of one development split, its header first: baselines (of the first split), seeds, their median."""
     names = [name for name in metrics if name in data.task.metrics or name.endswith("_thresh")]
     runs, floors = rows[rows["seed"].notna()], rows[rows["seed"].isna()]
-    ends = runs[runs["step"] == runs["step"].max()]
-    best, last = (per_group(some, "seed", "metric") for some in (where(runs, best=True), ends))
-    over = per_group(where(runs, best=True), "metric")
-    floor = per_group(floors, "model", "metric")
-    body = [
-        [model, *(number(next(iter(floor.get((model, name), [])), None), 2) for name in names)]
-        for model in dict.fromkeys(floors["model"])
+    best, floor = where(runs, best=True), per_group(floors, "model", "metric")
+    found = {"best": best, "last": runs[runs["step"] == runs["step"].max()]}
+    lines = [
+        ["", *names],
+        *(
+            [model, *(number(floor.get((model, name), [None])[0], 2) for name in names)]
+            for model in floors["model"].unique()
+        ),
     ]
-    for seed in dict.fromkeys(runs["seed"]):
-        for when, found in (("best", best), ("last", last)):
-            body.append([f"seed {seed}, {when}", *(number(found[seed, name][0], 2) for name in names)])
-    body.append(["**median, best**", *(f"**{statistics.median(over[name]):.2f}**" for name in names)])
+    for seed in runs["seed"].unique():
+        for when, part in found.items():
+            values = per_group(where(part, seed=seed), "metric")
+            lines.append([f"seed {seed}, {when}", *(number(values[name][0], 2) for name in names)])
+    over = per_group(best, "metric")
+    lines.append(["median, best", *(number(statistics.median(over[name]), 2) for name in names)])
     if runs["seed"].nunique() > 1:
-        body.append(["min..max, best", *(low_to_high(over[name], 2) for name in names)])
-    return table(["", *names], body)
+        lines.append(["min..max, best", *(low_to_high(over[name], 2) for name in names)])
+    return lines
 
 
 def _confusion(matrix: list[list[int]], classes: list[str]) -> list[str]:

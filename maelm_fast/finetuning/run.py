@@ -23,10 +23,9 @@ from torch import Tensor, nn
 
 from maelm_fast.config import OptimConfig, RuntimeConfig, require, to_dict
 from maelm_fast.encoders import TextEncoder
-from maelm_fast.finetuning.batches import update_order
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.fingerprint import deciding
-from maelm_fast.finetuning.problem import Evaluation, Problem, autocast
+from maelm_fast.finetuning.problem import Evaluation, Problem, autocast, update_order
 from maelm_fast.philox import fold_seed
 from maelm_fast.stop import Stop
 from maelm_fast.training import checkpoint, loop

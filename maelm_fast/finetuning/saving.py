@@ -50,8 +50,8 @@ from maelm_fast.export.from_huggingface import read_weights
 from maelm_fast.export.huggingface import fitting_format, require_new, write_tokenizer
 from maelm_fast.export.library import new_model, quiet, require_transformers, transformers_errors
 from maelm_fast.export.mapping import own_encoder_state, own_fields, stock_encoder_state, stock_fields
-from maelm_fast.finetuning.batches import token_batch
 from maelm_fast.finetuning.heads import SequenceModel, SpanModel
+from maelm_fast.finetuning.problem import token_batch
 from maelm_fast.finetuning.tasks import Task
 from maelm_fast.ops.dispatch import REFERENCE, backends
 from maelm_fast.text import Form, Inputs, TextTokenizer, form_of

@@ -23,12 +23,11 @@ from torch import Tensor, nn
 
 from maelm_fast.batch import Layout
 from maelm_fast.encoders import TextEncoder, to_device
-from maelm_fast.finetuning.batches import token_batch
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.decoding import decode, error_examples, gold_texts
 from maelm_fast.finetuning.examples import SpanExamples, TaskData
 from maelm_fast.finetuning.heads import SpanModel
-from maelm_fast.finetuning.problem import Evaluation, Problem, concatenated, predict
+from maelm_fast.finetuning.problem import Evaluation, Problem, concatenated, predict, token_batch
 from maelm_fast.finetuning.squad import squad_scores
 from maelm_fast.finetuning.windows import Windows, cut_windows
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -60,6 +60,8 @@ class Task:
     """(split, examples) of the official data: other counts are noted, for such results do not compare."""
     may_be_empty: bool = False
     """One text of a pair may be empty: so it is in a few rows of the official QQP."""
+    text_bytes: int = 0
+    """Of an official example, roughly, for estimates of cost without the data."""
 
     @property
     def outputs(self) -> int:
@@ -82,95 +84,66 @@ class Task:
         return self.label_range
 
 
-def _glue(
+def _task(
     name: str,
     title: str,
     columns: str,
-    labels: str,
     official: tuple[int, ...],
-    *,
-    group: Group,
+    text_bytes: int,
+    labels: str = "",
     metrics: tuple[str, ...] = ("accuracy",),
     validation: tuple[str, ...] = ("validation",),
-    may_be_empty: bool = False,
+    **more: Any,
 ) -> Task:
-    return Task(
-        name=name,
-        title=title,
-        kind="classification",
-        text_columns=tuple(columns.split()),
-        label_column="label",
-        labels=tuple(labels.split()),
-        metrics=metrics,
-        metric=metrics[0],
-        validation=validation,
-        hub=("nyu-mll/glue", name),
-        group=group,
-        official=tuple(zip(("train", *validation), official, strict=True)),
-        may_be_empty=may_be_empty,
-    )
+    """A task of GLUE, unless `more` says otherwise."""
+    fields: dict[str, Any] = {
+        "kind": "classification",
+        "text_columns": tuple(columns.split()),
+        "label_column": "label",
+        "labels": tuple(labels.split()),
+        "metric": metrics[0],
+        "hub": ("nyu-mll/glue", name),
+        "official": tuple(zip(("train", *validation), official, strict=True)),
+    }
+    fields |= more
+    return Task(name, title, metrics=metrics, validation=validation, text_bytes=text_bytes, **fields)
 
 
-TASKS = {
-    task.name: task
-    for task in (
-        _glue(
-            *("mnli", "MNLI", "premise hypothesis", "entailment neutral contradiction"),
-            (392702, 9815, 9832),
-            group="large",
-            validation=("validation_matched", "validation_mismatched"),
-        ),
-        _glue(
-            *("qqp", "QQP", "question1 question2", "not_duplicate duplicate"),
-            (363846, 40430),
-            group="large",
-            metrics=("accuracy", "f1"),
-            may_be_empty=True,
-        ),
-        _glue("qnli", "QNLI", "question sentence", "entailment not_entailment", (104743, 5463), group="large"),
-        _glue("sst2", "SST-2", "sentence", "negative positive", (67349, 872), group="large"),
-        _glue(
-            *("cola", "CoLA", "sentence", "unacceptable acceptable"),
-            (8551, 1043),
-            group="small",
-            metrics=("matthews", "accuracy"),
-        ),
-        _glue("rte", "RTE", "sentence1 sentence2", "entailment not_entailment", (2490, 277), group="small"),
-        _glue(
-            *("mrpc", "MRPC", "sentence1 sentence2", "not_equivalent equivalent"),
-            (3668, 408),
-            group="small",
-            metrics=("accuracy", "f1"),
-        ),
-        Task(
-            name="stsb",
-            title="STS-B",
-            kind="regression",
-            text_columns=("sentence1", "sentence2"),
-            label_column="label",
-            labels=(),
-            metrics=REGRESSION_METRICS,
-            metric="spearman",
-            label_range=(0.0, 5.0),
-            hub=("nyu-mll/glue", "stsb"),
-            group="small",
-            official=(("train", 5749), ("validation", 1500)),
-        ),
-        Task(
-            name="squad_v2",
-            title="SQuAD 2.0",
-            kind="spans",
-            text_columns=("question", "context"),
-            label_column="answers",
-            labels=(),
-            metrics=SPAN_METRICS,
-            metric="best_f1",
-            hub=("rajpurkar/squad_v2", None),
-            group="squad",
-            official=(("train", 130319), ("validation", 11873)),
-        ),
-    )
-}
+_BOTH, _HALVES = ("accuracy", "f1"), ("validation_matched", "validation_mismatched")
+_PAIR, _ENTAILMENT = "sentence1 sentence2", "entailment not_entailment"
+_ALL = (
+    _task(
+        *("mnli", "MNLI", "premise hypothesis", (392702, 9815, 9832), 170, "entailment neutral contradiction"),
+        validation=_HALVES,
+        group="large",
+    ),
+    _task(
+        *("qqp", "QQP", "question1 question2", (363846, 40430), 117, "not_duplicate duplicate", _BOTH),
+        group="large",
+        may_be_empty=True,
+    ),
+    _task("qnli", "QNLI", "question sentence", (104743, 5463), 218, _ENTAILMENT, group="large"),
+    _task("sst2", "SST-2", "sentence", (67349, 872), 54, "negative positive", group="large"),
+    _task("cola", "CoLA", "sentence", (8551, 1043), 41, "unacceptable acceptable", ("matthews", "accuracy")),
+    _task("rte", "RTE", _PAIR, (2490, 277), 330, _ENTAILMENT),
+    _task("mrpc", "MRPC", _PAIR, (3668, 408), 237, "not_equivalent equivalent", _BOTH),
+    _task(
+        *("stsb", "STS-B", _PAIR, (5749, 1500), 115),
+        metrics=REGRESSION_METRICS,
+        kind="regression",
+        label_range=(0.0, 5.0),
+    ),
+    _task(
+        *("squad_v2", "SQuAD 2.0", "question context", (130319, 11873), 790),
+        metrics=SPAN_METRICS,
+        kind="spans",
+        label_column="answers",
+        metric="best_f1",
+        hub=("rajpurkar/squad_v2", None),
+        group="squad",
+    ),
+)
+TASKS = {task.name: task for task in _ALL}
 
 
 def get(name: str) -> Task:

@@ -15,12 +15,12 @@ from maelm_fast.errors import UserError
 from maelm_fast.finetuning import tasks
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import TaskData, read_task
-from maelm_fast.finetuning.fingerprint import data_fingerprint, deciding, digest
+from maelm_fast.finetuning.fingerprint import deciding, digest
 from maelm_fast.finetuning.tables import HubUnreachable
 from maelm_fast.finetuning.tasks import Task
 from maelm_fast.paper.grids import Grid
 from maelm_fast.paper.prompting.fewshot import SPLIT_SEEDS, FewShotConfig, base_config
-from maelm_fast.paper.prompting.run import MODES, Mode
+from maelm_fast.paper.prompting.plan import MODES, Mode
 from maelm_fast.paper.prompting.templates import TEMPLATES
 from maelm_fast.paper.scales import Downstream
 
@@ -108,33 +108,13 @@ class Size:
     """Of an example, on average, in UTF-8."""
 
 
-_TEXT_BYTES = {
-    "mnli": 170,
-    "qqp": 117,
-    "qnli": 218,
-    "sst2": 54,
-    "cola": 41,
-    "rte": 330,
-    "mrpc": 237,
-    "stsb": 115,
-    "squad_v2": 790,
-}
-"""Of an example, roughly, for plans without data."""
-
-
-@dataclass(frozen=True)
-class Files:
-    """Of a task, as read_task takes them; those named plainly after their split need not be given."""
-
-    train: tuple[str, ...] = ()
-    validation: tuple[str, ...] = ()
+Files = Mapping[str, Sequence[str]]
+"""Of a task, the "train" and "validation" arguments of read_task that are needed: files not named after their split."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The tasks of an experiment that are at hand, in the order it wants them.
-
-    `data` and what it decides are empty for a plan made without data, of official sizes."""
+    """The tasks of an experiment that are at hand, in the order it wants them."""
 
     sources: tuple[str, ...]
     """Directories, or hub; none of a plan made without data."""
@@ -142,19 +122,18 @@ class Found:
     sizes: dict[str, Size]
     left_out: dict[str, str] = field(default_factory=dict)
     """Task -> why it is not there."""
-    fingerprints: dict[str, str] = field(default_factory=dict)
     data: dict[str, TaskData] = field(default_factory=dict, compare=False, repr=False)
+    """Empty for a plan made without data, of official sizes."""
+
+    def fingerprint(self, task: str) -> str:
+        return self.data[task].fingerprint if self.data else ""
 
 
 def find_tasks(
-    names: Sequence[str],
-    sources: Sequence[str],
-    amount: Downstream,
-    one: bool = False,
-    files: Mapping[str, Files] | None = None,
+    names: Sequence[str], sources: Sequence[str], amount: Downstream, one: bool, files: Mapping[str, Files]
 ) -> Found:
     """Reads each task from the first of the sources (each read_task's `data`) that has it, as much as the scale takes;
-    with `one` only the first task that is there. files: of the tasks whose files are not plainly named.
+    with `one` only the first task that is there. files: of the tasks that need them.
 
     A task that none of them has, or has in order, is left out with the reason; the plan and the report name it.
     Raises UserError if not one task is there, if one whose files were named is not read, or without a network for the
@@ -164,11 +143,10 @@ def find_tasks(
     for name in names:
         if one and data:
             break
-        named = (files or {}).get(name, Files())
-        reasons: dict[str, str] = {}
+        named, reasons = files.get(name, {}), dict[str, str]()
         for source in sources:
             try:
-                read = read_task(tasks.get(name), source, named.train, named.validation)
+                read = read_task(tasks.get(name), source, named.get("train", ()), named.get("validation", ()))
             except HubUnreachable:
                 raise
             except UserError as error:
@@ -179,35 +157,25 @@ def find_tasks(
         else:
             having = [source for source in sources if (Path(source) / name).is_dir()]
             left_out[name] = reasons[(having or list(sources))[0]]
-    shown = " ".join(sources)
-    for name, named in (files or {}).items():
-        if named != Files() and name not in data:
+    for name in files:
+        if name not in data:
             why = left_out.get(name) or f"one task is enough here, and {next(iter(data))} comes first"
             raise UserError(f"files of {name} are named, but it is not read: {why}")
     if not data:
+        shown = " ".join(sources)
         raise UserError(f"--tasks {shown}: none of {', '.join(names)} can be read; {names[0]}: {left_out[names[0]]}")
-    return Found(
-        tuple(sources),
-        tuple(found.task for found in data.values()),
-        {name: _size(found) for name, found in data.items()},
-        left_out,
-        {name: data_fingerprint(found) for name, found in data.items()},
-        data,
-    )
+    sizes = {name: _size(found) for name, found in data.items()}
+    return Found(tuple(sources), tuple(found.task for found in data.values()), sizes, left_out, data)
 
 
 def assumed_tasks(names: Sequence[str], amount: Downstream) -> Found:
     """All of these tasks in their official sizes, for a plan that is only shown."""
-    found = tuple(map(tasks.get, names))
-    sizes = {}
+    found, sizes = tuple(map(tasks.get, names)), {}
     for task in found:
         train, *validation = (examples for _, examples in task.official)
-        train_limit, validation_limit = amount.limits(task)
-        sizes[task.name] = Size(
-            min(train, train_limit or train),
-            sum(min(examples, validation_limit or examples) for examples in validation),
-            _TEXT_BYTES[task.name],
-        )
+        train_limit, limit = amount.limits(task)
+        tested = sum(min(examples, limit or examples) for examples in validation)
+        sizes[task.name] = Size(min(train, train_limit or train), tested, task.text_bytes)
     return Found((), found, sizes)
 
 
@@ -225,7 +193,7 @@ def finetunings(
     return [
         FineTuning(
             task.name,
-            found.fingerprints.get(task.name, ""),
+            found.fingerprint(task.name),
             step,
             cell.number,
             replace(cell.config, seed=seed),
@@ -240,7 +208,7 @@ def finetunings(
 
 def promptings(found: Found, amount: Downstream, step: int) -> list[Prompting]:
     return [
-        Prompting(task.name, found.fingerprints.get(task.name, ""), step, mode, seed, amount.few)
+        Prompting(task.name, found.fingerprint(task.name), step, mode, seed, amount.few)
         for task in found.tasks
         for mode in MODES
         for seed in ((None,) if mode == "zero-shot" else SPLIT_SEEDS[: amount.draws])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from maelm_fast.finetuning.tasks import Task
-from maelm_fast.paper.prompting.run import MODES
+from maelm_fast.paper.prompting.plan import MODES
 from maelm_fast.paper.results import RANDOM, REAL, Results, passes, predicts_all, pretraining_input, untrained
 from maelm_fast.paper.scores import column
 from maelm_fast.reporting import (
@@ -18,6 +18,7 @@ from maelm_fast.reporting import (
     grid,
     layer_axis,
     legend_below,
+    legend_outside,
     look,
     not_too_narrow,
     per_group,
@@ -171,11 +172,7 @@ def _fig3(results: Results) -> Any:
         for axis in axes[:, column_]:
             axis.set_xlim(left=0)
             grid(axis)
-    legend: dict[str, Any] = {}
-    for axis in (axes[-2, 0], axes[0, 0]):
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            legend.setdefault(label, handle)
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=2, frameon=False)
+    legend_outside(figure, (axes[-2, 0], axes[0, 0]), 2)
     return figure
 
 

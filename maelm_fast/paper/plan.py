@@ -41,7 +41,6 @@ class Cell:
     """One row of an experiment with one seed."""
 
     row: Row
-    preset: str
     config: RunConfig
     rank_steps: tuple[int, ...]
     """Checkpoints whose effective ranks are measured."""
@@ -215,7 +214,7 @@ def _cell(row: Row, scale: Scale, setting: Setting, seed: int, steps: int | None
         runtime={"save_every": every, "eval_every": every, "keep_checkpoints": scale.checkpoints, "early_stop": 0},
     )
     ranked = (*range(every, last, every), last) if every_checkpoint else (last,)
-    return Cell(row, setting.preset, config, ranked, scale.rank_samples, setting.corpus)
+    return Cell(row, config, ranked, scale.rank_samples, setting.corpus)
 
 
 def configured(config: RunConfig, variants: tuple[str, ...]) -> RunConfig:

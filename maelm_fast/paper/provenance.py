@@ -8,7 +8,7 @@ from typing import Any
 
 from maelm_fast import presets
 from maelm_fast.data.token_store import Manifest
-from maelm_fast.finetuning.sources import listed
+from maelm_fast.finetuning.tables import listed
 from maelm_fast.finetuning.tasks import Task
 from maelm_fast.paper.plan import differences
 from maelm_fast.paper.results import Results
@@ -104,25 +104,15 @@ def _numbers(values: tuple[Any, ...]) -> str:
 
 
 def runs(results: Results, run_names: dict[str, str]) -> list[str]:
-    header = ["model", "seed", "updates", "original tokens", "training time, s", "tokens/s", "machine", "commit", "run"]
+    header = "model|seed|updates|original tokens|training time, s|tokens/s|machine|commit|run".split("|")
     rows = []
     for cell in results.plan.cells:
-        r = results.pretraining(cell)
-        if r is not None:
+        if (r := results.pretraining(cell)) is not None:
+            commit = (r["commit"] or "unknown")[:10] + ("+" if str(r["commit"]).endswith("+") else "")
             machine = f"{r['device']}, {r['precision']}, {r['threads']} threads, torch {r['torch']}"
-            rows.append(
-                [
-                    cell.row.title,
-                    str(cell.config.seed),
-                    f"{r['step']:,}",
-                    short_number(r["tokens"]),
-                    f"{r['seconds']:,.1f}",
-                    f"{r['tokens'] / r['seconds']:,.0f}",
-                    machine,
-                    (r["commit"] or "unknown")[:10] + ("+" if str(r["commit"]).endswith("+") else ""),
-                    f"runs/{run_names[cell.key]}",
-                ]
-            )
+            speed = [f"{r['step']:,}", short_number(r["tokens"]), f"{r['seconds']:,.1f}"]
+            speed += [f"{r['tokens'] / r['seconds']:,.0f}", machine, commit, f"runs/{run_names[cell.key]}"]
+            rows.append([cell.row.title, str(cell.config.seed), *speed])
     note = "Training time leaves out evaluation and saving; the machine may have had other work."
     return [*table(header, rows), note, ""] if rows else []
 
@@ -136,25 +126,13 @@ def tasks(results: Results) -> list[str]:
     for task in found.tasks:
         of = found.data[task.name]
         validation = ", ".join(f"{name}: {len(split):,}" for name, split in of.validation.items())
-        rows.append(
-            [
-                task.title,
-                f"{len(of.train):,}",
-                validation,
-                task.metric,
-                _cut(results, task),
-                _files(of.train.source),
-                found.fingerprints[task.name],
-            ]
-        )
+        # of each file its folder alone: the rest of its path says where it was on one machine
+        files = ", ".join("/".join(file.split("/")[-2:]) for file in of.train.source.split(", "))
+        about = [f"{len(of.train):,}", validation, task.metric, _cut(results, task), files]
+        rows.append([task.title, *about, found.fingerprint(task.name)])
         notes += [f"- {task.title}: {note}" for note in of.notes]
     header = ["task", "training examples", "validation examples", "metric", "inputs cut", "from", "fingerprint"]
     return [*table(header, rows), *notes, *([""] if notes else [])]
-
-
-def _files(source: str) -> str:
-    """Each file with its folder alone: the rest of its path says where it was on one machine."""
-    return ", ".join("/".join(file.split("/")[-2:]) for file in source.split(", "))
 
 
 def _cut(results: Results, task: Task) -> str:
@@ -165,42 +143,21 @@ def _cut(results: Results, task: Task) -> str:
             if result is not None:
                 counts = result.get("truncation") or result.get("test_truncation") or {}
                 parts = {name: part for name, part in counts.items() if isinstance(part, dict) and part.get("inputs")}
-                return (
-                    ", ".join(f"{name}: {part['cut']:,} of {part['inputs']:,}" for name, part in parts.items()) or NONE
-                )
+                cuts = [f"{name}: {part['cut']:,} of {part['inputs']:,}" for name, part in parts.items()]
+                return ", ".join(cuts) or NONE
     return NONE
 
 
 def data(manifests: dict[str, Manifest]) -> list[str]:
-    header = [
-        "store",
-        "vocabulary",
-        "samples of",
-        "training tokens",
-        "validation tokens",
-        "unigram entropy",
-        "text",
-        "fingerprint",
-    ]
-    rows = [
-        [
-            Path(path).name,
-            f"{m.vocab_size:,}",
-            f"{m.seq_len} at most",
-            short_number(m.splits["train"].tokens),
-            short_number(m.splits["validation"].tokens),
-            f"{m.unigram_nats:.3f} nats",
-            listed([_source_name(entry) for entry in m.options["inputs"]]),
-            m.fingerprint[:12],
-        ]
-        for path, m in manifests.items()
-    ]
+    header = "store|vocabulary|samples of|training tokens|validation tokens|unigram entropy|text|fingerprint".split("|")
+    rows = []
+    for path, m in manifests.items():
+        tokens = [short_number(m.splits[split].tokens) for split in ("train", "validation")]
+        # files without their directory, which says where they were on one machine; the store's manifest has it
+        texts = [Path(e["source"]).name if "bytes" in e else str(e["source"]) for e in m.options["inputs"]]
+        sizes = [f"{m.vocab_size:,}", f"{m.seq_len} at most", *tokens, f"{m.unigram_nats:.3f} nats"]
+        rows.append([Path(path).name, *sizes, listed(texts), m.fingerprint[:12]])
     return table(header, rows)
-
-
-def _source_name(entry: dict[str, Any]) -> str:
-    """Without a file's directory, which says where it was on one machine; the store's manifest has it."""
-    return Path(entry["source"]).name if "bytes" in entry else str(entry["source"])
 
 
 def plain(value: Any) -> str:

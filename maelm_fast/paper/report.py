@@ -19,7 +19,7 @@ from maelm_fast.paper.catalogue import Row
 from maelm_fast.paper.downstream import Prompting, label_words
 from maelm_fast.paper.figures import draw
 from maelm_fast.paper.plan import differences
-from maelm_fast.paper.prompting.run import METRICS, MODES
+from maelm_fast.paper.prompting.plan import METRICS, MODES
 from maelm_fast.paper.results import (
     RANDOM,
     REAL,

@@ -19,7 +19,7 @@ from maelm_fast.finetuning.tasks import Task
 from maelm_fast.paper.catalogue import GLUE, Row
 from maelm_fast.paper.downstream import Prompting
 from maelm_fast.paper.plan import PRETRAINING, Cell, Plan, rank_stage
-from maelm_fast.paper.prompting.run import METRICS
+from maelm_fast.paper.prompting.plan import METRICS
 from maelm_fast.paper.scores import AVERAGE, averages, best_cells, own_scores
 from maelm_fast.reporting import frame, measured, where
 from maelm_fast.work import Ledger
@@ -140,7 +140,7 @@ class Results:
     def _baselines(self) -> Iterator[dict[str, Any]]:
         for task in self.plan.tasks:
             assert self.plan.found is not None
-            row = self._found.get((task.name, BASELINES, self.plan.found.fingerprints[task.name]), {})
+            row = self._found.get((task.name, BASELINES, self.plan.found.fingerprint(task.name)), {})
             for split, found in row.get("result", {}).items():
                 for name, metrics in found.items():
                     yield from measured({"model": name, "kind": "baseline", "task": task.name}, {split: metrics})

@@ -11,8 +11,9 @@ Killed anywhere, the same command resumes: finished parts are skipped, pretraini
 
 from __future__ import annotations
 
+import contextlib
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,23 @@ from maelm_fast.config import require
 from maelm_fast.data.prepare import PrepareConfig, prepare
 from maelm_fast.data.readers import COMPRESSIONS, FORMATS
 from maelm_fast.data.token_store import MANIFEST_FILE, Manifest, TokenStore
-from maelm_fast.paper.finetune import Downstream, outcome
+from maelm_fast.encoders import load_encoder
+from maelm_fast.errors import UserError
+from maelm_fast.finetuning.examples import TaskData
+from maelm_fast.finetuning.fingerprint import Origin
+from maelm_fast.finetuning.metrics import baselines
+from maelm_fast.finetuning.report import effective_ranks
+from maelm_fast.finetuning.run import device_of
+from maelm_fast.finetuning.tasks import Task
+from maelm_fast.paper.downstream import FineTuning, Found, Prompting, label_words
 from maelm_fast.paper.plan import PRETRAINING, Cell, Plan, rank_stage, the_store_fits
+from maelm_fast.paper.prompting.fewshot import base_config
+from maelm_fast.paper.prompting.plan import Plan as PromptingPlan
+from maelm_fast.paper.prompting.plan import make_question
+from maelm_fast.paper.prompting.templates import Template, label_ids, template_for
 from maelm_fast.paper.results import BASELINES, Results
 from maelm_fast.paper.scales import Corpus
+from maelm_fast.paper.trials import Trials
 from maelm_fast.stop import StopSignals
 from maelm_fast.training.hardware import choose_device
 from maelm_fast.training.job import pretrain
@@ -108,55 +122,108 @@ class Part(Unit):
     def run(self) -> RunDir:
         return run_dir(self.out, self.cell)
 
+    @property
+    def unit(self) -> FineTuning | Prompting | None:
+        """None: pretraining, or ranks."""
+        return next((unit for unit in self.cell.units if unit.stage == self.stage), None)
+
 
 def run_plan(plan: Plan, out: Path) -> None:
     """Works until no part of the plan is left undone or untried since now, by this process or another.
 
     Parts that fail are recorded in the ledger and cost only themselves; without its pretraining a cell has no more
     parts. Raises Stopped after SIGTERM or SIGINT."""
-    downstream = Downstream(plan.found, out) if plan.found is not None else None
-    if downstream is not None:
-        _baselines(plan, downstream, Ledger(out), out)
-    _tell_finished(plan, Ledger(out))
-    parts = [Part(cell, stage, config, out) for cell in plan.runs for stage, config in cell.stages.items()]
-    work(parts, _Worker(downstream), out)
-
-
-def _tell_finished(plan: Plan, ledger: Ledger) -> None:
+    ledger = Ledger(out)
+    if plan.found is not None:
+        _baselines(plan.found, ledger, out)
     unfinished = {cell.key for cell in Results(plan, ledger).unfinished()}
     for number, cell in enumerate(plan.runs, start=1):
         if cell.key not in unfinished:
             print(f"[{number}/{len(plan.runs)}] {cell.title}: finished", flush=True)
+    parts = [Part(cell, stage, config, out) for cell in plan.runs for stage, config in cell.stages.items()]
+    work(parts, _Worker(plan.found.data if plan.found is not None else {}, Trials(out)), out)
 
 
-def _baselines(plan: Plan, downstream: Downstream, ledger: Ledger, out: Path) -> None:
+def _baselines(found: Found, ledger: Ledger, out: Path) -> None:
     """Of every task, once. What they need is needed later too: a fault stops the command before anything is trained."""
-    assert plan.found is not None
     with lock(out / "locks" / "baselines.lock", wait=True):
-        for task, fingerprint in plan.found.fingerprints.items():
-            if ledger.result(task, BASELINES, fingerprint) is None:
-                row = {"key": task, "stage": BASELINES, "config": fingerprint, "result": downstream.baselines(task)}
-                ledger.append(row)
+        for task, data in found.data.items():
+            if ledger.result(task, BASELINES, data.fingerprint) is None:
+                result = {split: baselines(data, split) for split in data.validation}
+                ledger.append({"key": task, "stage": BASELINES, "config": data.fingerprint, "result": result})
 
 
 @dataclass
 class _Worker(Worker[Part]):
-    downstream: Downstream | None
+    tasks: dict[str, TaskData]
+    trials: Trials
 
     def do(self, part: Part, stop: StopSignals) -> dict[str, Any]:
         cell, run = part.cell, part.run
         if part.stage == PRETRAINING:
-            pretrain(cell.preset, cell.config, cell.data, str(run.path))
+            pretrain(cell.config, cell.data, run.path)
             return pretraining_result(run)
         for step in cell.rank_steps:
             if part.stage == rank_stage(step):
                 return _ranks(cell, run, step)
-        unit = next(unit for unit in cell.units if unit.stage == part.stage)
-        assert self.downstream is not None
-        return self.downstream.do(unit, cell, run, stop)
+        unit = part.unit
+        assert unit is not None
+        do: Any = self._prompt if isinstance(unit, Prompting) else self._finetune
+        found: dict[str, Any] = do(unit, cell, run, self.tasks[unit.task], stop)
+        return found
 
     def after(self, part: Part, row: dict[str, Any]) -> str:
-        return outcome(row["result"]) if "result" in row and part.stage in (u.stage for u in part.cell.units) else ""
+        """A finished unit in a line: its metric by split."""
+        if part.unit is None or "error" in row:
+            return ""
+        found, metric = row["result"], row["result"]["metric"]
+        tested = found["metrics"] if "metrics" in found else found["test"]
+        return f"{metric}: " + ", ".join(f"{split} {metrics[metric]:.1f}" for split, metrics in tested.items())
+
+    def _finetune(self, unit: FineTuning, cell: Cell, run: RunDir, data: TaskData, stop: StopSignals) -> dict[str, Any]:
+        """metrics: of the best evaluation, by split. ranks: by layer, before and after (with the best weights), on the
+        development inputs."""
+        config = replace(unit.config, device=cell.config.runtime.device, precision=cell.config.runtime.precision)
+        step = unit.step or None
+        encoder = load_encoder(run.path, step=step, dropout=config.dropout, random_init=not step, seed=cell.config.seed)
+        key = unit.hash(cell.key)
+        result, model, problem = self.trials.finetune(encoder, data, config, key, stop)
+        row = {name: value for name, value in result.to_dict().items() if name not in _OF_THE_UNIT}
+        if unit.ranks:
+            place = device_of(config)
+            ranked: dict[str, Any] = {"before": encoder.to(place[0]), "after": model.encoder}
+            row["ranks"] = {
+                when: asdict(effective_ranks(one, problem.validation_inputs, *place)) for when, one in ranked.items()
+            }
+        self.trials.finished(key)
+        return row
+
+    def _prompt(self, unit: Prompting, cell: Cell, run: RunDir, data: TaskData, stop: StopSignals) -> dict[str, Any]:
+        """test: metrics by validation split. metric: Table 7's, which for some tasks is not the task's own."""
+        runtime = cell.config.runtime
+        template = _template(data.task, run, unit) if unit.mode != "head" else template_for(data.task)
+        question = make_question(data, template)
+        model = Origin.of(run.path, unit.step, label=cell.row.label)
+        base = base_config(device=runtime.device, precision=runtime.precision)
+        plan = PromptingPlan((model,), (question,), (unit.mode,), unit.few, (unit.seed or 0,), base)
+        result, _ = self.trials.prompt(plan.units[0], stop)
+        row = {key: value for key, value in result.items() if key not in ("confusion", "cells")}
+        return {**row, "metric": question.data.task.metric, "label_words": list(template.words.values())}
+
+
+_OF_THE_UNIT = ("seed", "config", "encoder", "engine")
+"""Fields of a result that the unit decides."""
+
+
+def _template(task: Task, run: RunDir, unit: Prompting) -> Template:
+    """With the first label words that the run's vocabulary has. Raises UserError for the paper's if it has none."""
+    tokenizer = load_encoder(run.path, step=unit.step, head=True).tokenizer
+    for words in label_words(task.name):
+        template = template_for(task, words=words)
+        with contextlib.suppress(UserError):
+            label_ids(tokenizer, template, len(task.text_columns))
+            return template
+    return template_for(task)
 
 
 def run_dir(out: Path, cell: Cell) -> RunDir:

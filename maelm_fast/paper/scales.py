@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from maelm_fast import presets
 from maelm_fast.config import RunConfig
@@ -35,9 +36,8 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Setting:
-    """MAE-LM in one of the paper's settings at this scale. preset: the one that `config` was made from."""
+    """MAE-LM in one of the paper's settings at this scale."""
 
-    preset: str
     config: RunConfig
     corpus: Corpus
     grid: Grid
@@ -85,6 +85,14 @@ class Scale:
     meaningless: bool = False
 
 
+def _scale(name: str, about: str, base: RunConfig, grid: Grid, share: float = 0.01, **more: Any) -> Scale:
+    """base and large++, which has twice the layers, on one corpus. share: of it that is for validation."""
+    large = presets.change(base, model={"num_layers": 2 * base.model.num_layers})
+    corpus = Corpus(base.model.vocab_size, base.model.max_positions, validation=share)
+    settings = {"base": Setting(base, corpus, grid), "large++": Setting(large, corpus, grid)}
+    return Scale(name, about, settings, **more)
+
+
 def smoke() -> Scale:
     base = presets.change(
         presets.get("tiny"),
@@ -92,27 +100,14 @@ def smoke() -> Scale:
         optim={"batch_size": 16, "max_steps": 60, "warmup_steps": 10},
         runtime={"micro_batch_size": 16, "eval_samples": 64},
     )
-    large = presets.change(base, model={"num_layers": 2 * base.model.num_layers})
-    corpus = Corpus(base.model.vocab_size, base.model.max_positions, validation=0.02)
-    grid = Grid(
-        "smoke",
-        "one epoch",
-        {"lr": (1e-3,), "epochs": (1,), "batch_size": (16,), "evaluations_per_epoch": (1,), **_SHORT},
-        {"squad": {"question_length": (24,), "stride": (32,)}},
-    )
-    return Scale(
-        name="smoke",
-        about="minutes on two CPU cores, to see that everything works",
-        settings={"base": Setting("tiny", base, corpus, grid), "large++": Setting("tiny", large, corpus, grid)},
+    common = {"lr": (1e-3,), "epochs": (1,), "batch_size": (16,), "evaluations_per_epoch": (1,), **_SHORT}
+    grid = Grid("smoke", "one epoch", common, {"squad": {"question_length": (24,), "stride": (32,)}})
+    few = FewShotConfig(shots=2, steps=4, evaluate_every=2)
+    return _scale(
+        *("smoke", "minutes on two CPU cores, to see that everything works", base, grid, 0.02),
         checkpoints=3,
         rank_samples=64,
-        downstream=Downstream(
-            seeds=1,
-            train_limit=128,
-            validation_limit=48,
-            few=FewShotConfig(shots=2, steps=4, evaluate_every=2),
-            draws=2,
-        ),
+        downstream=Downstream(seeds=1, train_limit=128, validation_limit=48, few=few, draws=2),
         text="embedded",
         meaningless=True,
     )
@@ -125,18 +120,14 @@ def cpu() -> Scale:
         optim={"batch_size": 64, "max_steps": 12_208, "warmup_steps": 600},
         runtime={"micro_batch_size": 32, "log_every": 50, "eval_samples": 2048},
     )
-    large = presets.change(base, model={"num_layers": 2 * base.model.num_layers})
-    corpus = Corpus(base.model.vocab_size, base.model.max_positions)
     grid = Grid(
         "cpu",
         "one cell, its learning rate the better of 3e-4 and 1e-3 for MLM, halfway through pretraining",
         {"lr": (1e-3,), "epochs": (3,), "batch_size": (32,), "evaluations_per_epoch": (1,), **_SHORT},
         {"small": {"epochs": (5,)}, "squad": {"epochs": (2,), "question_length": (32,), "stride": (64,)}},
     )
-    return Scale(
-        name="cpu",
-        about="100 million tokens a run on a few CPU cores",
-        settings={"base": Setting("tiny", base, corpus, grid), "large++": Setting("tiny", large, corpus, grid)},
+    return _scale(
+        *("cpu", "100 million tokens a run on a few CPU cores", base, grid),
         checkpoints=8,
         rank_samples=2048,
         downstream=Downstream(seeds=3, train_limit=8192, validation_limit=2048, few=FewShotConfig(lrs=(1e-4,))),
@@ -144,23 +135,15 @@ def cpu() -> Scale:
 
 
 def gpu() -> Scale:
-    base = presets.get("small")
-    large = presets.change(base, model={"num_layers": 2 * base.model.num_layers})
-    corpus = Corpus(base.model.vocab_size, base.model.max_positions)
+    squad: Values = {"question_length": (32,), "stride": (64,)}
     grid = Grid(
         "gpu",
         "one cell of the paper's grids, at their largest learning rate, the model being smaller than the paper's",
         {"lr": (5e-5,), "epochs": (3,), "batch_size": (32,), **_SHORT},
-        {
-            "small": {"epochs": (10,), "batch_size": (16,)},
-            "large": {"lr": (4e-5,)},
-            "squad": {"question_length": (32,), "stride": (64,)},
-        },
+        {"small": {"epochs": (10,), "batch_size": (16,)}, "large": {"lr": (4e-5,)}, "squad": squad},
     )
-    return Scale(
-        name="gpu",
-        about="655 million tokens a run on one GPU",
-        settings={"base": Setting("small", base, corpus, grid), "large++": Setting("small", large, corpus, grid)},
+    return _scale(
+        *("gpu", "655 million tokens a run on one GPU", presets.get("small"), grid),
         checkpoints=10,
         rank_samples=8192,
         downstream=Downstream(seeds=5, few=FewShotConfig(lrs=(5e-5,))),
@@ -169,20 +152,15 @@ def gpu() -> Scale:
 
 
 def full() -> Scale:
-    corpora = {
-        "base": Corpus(32_768, 512),
-        "base++": Corpus(64_000, 512, cased=True),
-        "large++": Corpus(64_000, 512, cased=True),
+    cased = Corpus(64_000, 512, cased=True)
+    base, large = grids.get("paper-base"), grids.get("paper-large")
+    settings = {
+        "base": Setting(presets.get("base"), Corpus(32_768, 512), base),
+        "base++": Setting(presets.get("base++"), cased, base),
+        "large++": Setting(presets.get("large++"), cased, large),
     }
     return Scale(
-        name="full",
-        about="the paper's models, updates and batches",
-        settings={
-            name: Setting(
-                name, presets.get(name), corpus, grids.get("paper-large" if name == "large++" else "paper-base")
-            )
-            for name, corpus in corpora.items()
-        },
+        *("full", "the paper's models, updates and batches", settings),
         checkpoints=25,
         rank_samples=10_000,  # 5 million tokens, as the paper's
         downstream=Downstream(seeds=5, few=FewShotConfig(lrs=GRID_LRS, batch_sizes=GRID_BATCH_SIZES)),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from maelm_fast import presets
-from maelm_fast.config import RunConfig, require, to_dict
+from maelm_fast.config import ModelConfig, RunConfig, require, to_dict
 from maelm_fast.data.files import writing
 from maelm_fast.data.loader import TrainingBatches
 from maelm_fast.data.token_store import TokenStore
@@ -38,29 +38,25 @@ _LENGTH = ("max_steps", "cooldown_steps")
 
 
 def pretrain(
-    preset: str,
-    config: RunConfig,
-    data: str,
-    out: str,
-    initial: Initial | None = None,
-    several: bool = False,
+    config: RunConfig | str, data: str | Path, out: str | Path, initial: Initial | None = None, several: bool = False
 ) -> RunDir:
-    """Train `config` on the token store `data` in the run directory `out`; goes on if a run of the same is there.
+    """Train `config`, or the preset of that name, on the token store `data` in the run directory `out`; goes on if a
+    run of the same is there. Where it is as its preset has it, it takes the store's vocabulary and `initial`'s shape.
 
     Raises UserError, before anything is written, for what does not fit together; Stopped after SIGTERM or SIGINT, when
     the run is saved. several: called by each of the processes that torchrun has started, if it has; rank 0 writes and
     prints."""
-    run = RunDir(out)
-    with processes(config.runtime, several) as group, contextlib.ExitStack() as stack:
+    asked, run = presets.get(config) if isinstance(config, str) else config, RunDir(out)
+    with processes(asked.runtime, several) as group, contextlib.ExitStack() as stack:
         train, validation = TokenStore.open(data, "train"), TokenStore.open(data, "validation")
         tokenizer = train.tokenizer()
         vocabulary = vocabulary_of(tokenizer)
-        config = _fit_model(preset, config, train, vocabulary.size, initial, tokenizer)
-        record = RunRecord(preset, str(data), train.fingerprint, initial.source if initial else None)
+        fitted = config = _fit_model(asked, train, vocabulary.size, initial, tokenizer)
+        record = RunRecord(config.preset or "custom", str(data), train.fingerprint, initial.source if initial else None)
         say: Callable[[str], None] = print if group.is_main else lambda _: None
         _check_alike(group, record, config)
         precision = choose_precision(config.runtime, group.device)
-        group.from_main(lambda: stack.enter_context(_alone(run, record, config)))
+        group.from_main(lambda: stack.enter_context(_alone(run, record, fitted)))
         group.watch(run.heartbeats)
         starts = group.from_main(run.starts)
         remedy = "move the run elsewhere" if starts else "choose another --out"
@@ -80,7 +76,7 @@ def pretrain(
         with writing(run.path, remedy):
             group.from_main(lambda: _start_files(run, record, config, tokenizer.to_str(), starts))
         resumed = trainer.resume()
-        say(_banner(run, preset, config, trainer, train, precision))
+        say(_banner(run, config, trainer, train, precision))
         for line in filter(None, (chosen, _idle(trainer))):
             say(line)
         if trainer.progress.finished:
@@ -97,10 +93,11 @@ def pretrain(
 
 
 def _fit_model(
-    preset: str, config: RunConfig, store: TokenStore, vocab_size: int, initial: Initial | None, tokenizer: Any
+    config: RunConfig, store: TokenStore, vocab_size: int, initial: Initial | None, tokenizer: Any
 ) -> RunConfig:
     """The configuration with the store's vocabulary and, with `initial`, the shape of the encoder to start from."""
-    model, preset_model, asked = config.model, presets.get(preset).model, config.model.vocab_size
+    model, asked = config.model, config.model.vocab_size
+    preset_model = presets.get(config.preset).model if config.preset else ModelConfig()
     if asked not in (preset_model.vocab_size, vocab_size):
         raise UserError(
             f"model.vocab_size is {asked} but the store {store.path} has {vocab_size} tokens; leave model.vocab_size "
@@ -256,15 +253,16 @@ def _remove(run: RunDir) -> None:
         run.checkpoints.rmdir()
 
 
-def _banner(run: RunDir, preset: str, config: RunConfig, trainer: Trainer, store: TokenStore, precision: str) -> str:
+def _banner(run: RunDir, config: RunConfig, trainer: Trainer, store: TokenStore, precision: str) -> str:
     device, group = device_name(trainer.device), trainer.processes
     if group.world > 1:
         device = f"{group.world} x {device} ({group.strategy})"
     parameters = sum(p.numel() for p in trainer.model.parameters())
     samples, updates = len(store), config.optim.max_steps * config.optim.batch_size
     return (
-        f"{preset}: {parameters:,} parameters, {config.model.vocab_size:,} tokens in the vocabulary, on {device} in "
-        f"{precision}\n{Path(store.path)}: {samples:,} training samples of up to {store.manifest.seq_len} tokens; "
+        f"{config.preset or 'custom'}: {parameters:,} parameters, {config.model.vocab_size:,} tokens in the "
+        f"vocabulary, on {device} in {precision}\n"
+        f"{Path(store.path)}: {samples:,} training samples of up to {store.manifest.seq_len} tokens; "
         f"{config.optim.max_steps:,} updates of {config.optim.batch_size:,} are {updates / samples:.2f} epochs\n"
         + (f"{describe(trainer.optimizer)}\n" if config.optim.name == "muon" else "")
         + f"run: {run.path}"

@@ -19,7 +19,7 @@ def place(store: Path, text_file: Path, tmp_path_factory: pytest.TempPathFactory
     """A directory of things that are wrong, each in its own way, and of some that are right."""
     here = tmp_path_factory.mktemp("bad")
     shutil.copytree(store, here / "store")
-    run_job("tiny", config(optim={"max_steps": 2, "warmup_steps": 1}), str(here / "store"), str(here / "run"))
+    run_job(config(optim={"max_steps": 2, "warmup_steps": 1}), here / "store", here / "run")
     shutil.copy(text_file, here / "text.txt")
     (here / "empty.txt").write_text("\n\n")
     (here / "latin.txt").write_bytes("caf\xe9 au lait\n".encode("latin-1"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ from maelm_fast.cli import main as command_line
 from maelm_fast.cli.paper import prompt
 from maelm_fast.data.tokenizer import train_tokenizer
 from maelm_fast.errors import UserError
-from maelm_fast.paper.prompting import run as module
-from maelm_fast.stop import StopSignals
+from maelm_fast.paper.prompting.plan import Unit
+from maelm_fast.paper.trials import Trials
 from maelm_fast.work import Ledger
 from tests.finetuning.small import loaded_run, run_directory
 
@@ -65,16 +66,16 @@ def test_a_table_that_goes_on_after_a_stop(
     out = tmp_path / "out"
     argv = ["sst2", "stsb", "--model", str(runs["mae"]), "--model", f"baseline={runs['mlm']}", "--data", str(data)]
     argv += ["--out", str(out), *FEW]
-    work, done = module.Worker.work, []
+    prompt_one, done = Trials.prompt, []
 
-    def fails_at_the_sixth(self: module.Worker, unit: module.Unit, stop: StopSignals) -> object:
+    def fails_at_the_sixth(self: Trials, unit: Unit, *more: Any) -> object:
         if len(done) == 5:
             raise UserError("the power went")
-        done.append(unit.key)
-        return work(self, unit, stop)
+        done.append(unit.title)
+        return prompt_one(self, unit, *more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.Worker, "work", fails_at_the_sixth)
+        patch.setattr(Trials, "prompt", fails_at_the_sixth)
         with pytest.raises(UserError, match="the power went"):
             prompt.main(argv)
     assert len(Ledger(out).rows()) == 5
@@ -106,8 +107,8 @@ def test_a_table_that_goes_on_after_a_stop(
         assert len(values) == (1 if mode == "zero-shot" else 2)
         assert f" {np.mean(values):.1f}" + (f" ({np.std(values):.1f})" if len(values) > 1 else "") in text
     assert "| Model | SST-2 | STS-B (Pearson) | AVG of 2 |" in text
-    assert "| *MAE-LM, as printed in the paper* | 92.4 (1.1) | 72.3 (6.5) |  |" in text
-    assert "| majority class | 50.0 | 0.0 |  |" in text
+    assert "| *MAE-LM, as printed in the paper* | 92.4 (1.1) | 72.3 (6.5) | - |" in text
+    assert "| majority class | 50.0 | 0.0 | - |" in text
 
     assert prompt.main(argv) == 0
     assert len(Ledger(out).rows()) == len(rows)

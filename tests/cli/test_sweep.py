@@ -94,7 +94,7 @@ def test_workers_record_what_fails_once(place: Path, tmp_path: Path, capfd: pyte
 def test_the_commands_of_the_report_are_commands(place: Path, tmp_path: Path) -> None:
     assert main(command(place, tmp_path / "out", "--model", str(place / "mae"), "--seeds", "1", "--budget", "1")) == 0
     text = (tmp_path / "out" / "SWEEP.md").read_text()
-    assert "Cells: toy 1 of 2." in text
+    assert "(--budget): toy 1 of 2." in text
     words = next(line for line in text.splitlines() if line.startswith("maelm-fast finetune")).split()
     from maelm_fast.cli.finetune import parsed
 
@@ -122,7 +122,7 @@ def test_the_papers_rows_stand_beside(place: Path, tmp_path: Path) -> None:
     text = (tmp_path / "out" / "SWEEP.md").read_text()
     assert "| model | SST-2 | AVG |" in text
     assert "| paper, base: MAE-LM | 93.8 | 86.1 |" in text
-    assert "AVG is over GLUE's eight tasks" in text
+    assert "AVG: over GLUE's eight tasks" in text
 
 
 def test_stopped_before_anything_began(
@@ -145,7 +145,7 @@ def test_a_failed_run_is_exit_code_1(
         raise RuntimeError("out of memory")
 
     line = command(place, tmp_path / "out", "--model", str(place / "mae"), "--seeds", "1")
-    monkeypatch.setattr("maelm_fast.paper.sweep._train", fails)
+    monkeypatch.setattr("maelm_fast.paper.sweep._Worker.do", fails)
     assert main(line) == 1
     assert "2 of 2 runs failed; the same command tries them again" in capsys.readouterr().out
     assert "RuntimeError: out of memory" in (tmp_path / "out" / "SWEEP.md").read_text()

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from maelm_fast.finetuning.batches import evaluation_batches, token_batch, update_order
+from maelm_fast.finetuning.problem import evaluation_batches, token_batch, update_order
 from maelm_fast.text import Inputs
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.examples import Answer, Examples, SpanExamples, TaskData
-from maelm_fast.finetuning.fingerprint import data_fingerprint, model_fingerprint
+from maelm_fast.finetuning.fingerprint import Origin
 from maelm_fast.finetuning.tasks import get
 from tests.finetuning import toys
 
@@ -36,27 +36,27 @@ def hub_directory(path: Path) -> Path:
 )
 def test_a_hugging_face_directory_is_its_files(tmp_path: Path, file: str, changes: bool, changes_random: bool) -> None:
     path = hub_directory(tmp_path / "hub")
-    before = [model_fingerprint(path, random_init=random_init) for random_init in (False, True)]
+    before = [Origin.of(path, random_init=random_init).fingerprint for random_init in (False, True)]
     assert before[0] != before[1]
     (path / file).write_text("another")
-    after = [model_fingerprint(path, random_init=random_init) for random_init in (False, True)]
+    after = [Origin.of(path, random_init=random_init).fingerprint for random_init in (False, True)]
     assert [a != b for a, b in zip(after, before, strict=True)] == [changes, changes_random]
-    assert model_fingerprint(path.rename(tmp_path / "elsewhere")) == after[0]
+    assert Origin.of(path.rename(tmp_path / "elsewhere")).fingerprint == after[0]
 
 
 def test_a_run_is_its_checkpoint_model_and_tokenizer(tmp_path: Path) -> None:
     path = toys.make_run(tmp_path / "run")
-    found = {model_fingerprint(path), model_fingerprint(path, random_init=True)}
-    assert found == {model_fingerprint(path, 5), model_fingerprint(path, random_init=True)}
-    found.add(model_fingerprint(toys.make_run(tmp_path / "wider", ffn_size=72)))
+    found = {Origin.of(path).fingerprint, Origin.of(path, random_init=True).fingerprint}
+    assert found == {Origin.of(path, 5).fingerprint, Origin.of(path, random_init=True).fingerprint}
+    found.add(Origin.of(toys.make_run(tmp_path / "wider", ffn_size=72)).fingerprint)
     (path / "tokenizer.json").write_text("{}")
-    found |= {model_fingerprint(path), model_fingerprint(path, random_init=True)}
+    found |= {Origin.of(path).fingerprint, Origin.of(path, random_init=True).fingerprint}
     assert len(found) == 5
     with pytest.raises(UserError, match="no checkpoint at step 7"):
-        model_fingerprint(path, 7)
+        Origin.of(path, 7)
     (path / "checkpoints" / "step_5" / "checksums.json").write_text(json.dumps({}))
     with pytest.raises(UserError, match="step_5: damaged"):
-        model_fingerprint(path, 5)
+        Origin.of(path, 5)
 
 
 def test_data_are_their_texts_labels_splits_and_how_they_are_scored() -> None:
@@ -74,9 +74,9 @@ def test_data_are_their_texts_labels_splits_and_how_they_are_scored() -> None:
         replace(data, task=replace(data.task, metric="f1")),
         replace(data, task=replace(data.task, labels=("a", "b"))),
     ]
-    assert len({data_fingerprint(one) for one in (data, *others)}) == 1 + len(others)
+    assert len({one.fingerprint for one in (data, *others)}) == 1 + len(others)
     elsewhere = replace(train, source="copy.jsonl", ids=list("abcdef"))
-    assert data_fingerprint(replace(data, train=elsewhere, notes=("a note",))) == data_fingerprint(data)
+    assert replace(data, train=elsewhere, notes=("a note",)).fingerprint == data.fingerprint
 
 
 def test_questions_are_their_texts_and_answers() -> None:
@@ -88,4 +88,4 @@ def test_questions_are_their_texts_and_answers() -> None:
         {"answers": [()]},
     )
     parts = [part, *(replace(part, **change) for change in changes)]  # type: ignore[arg-type]
-    assert len({data_fingerprint(TaskData(part.task, one, {}, ())) for one in parts}) == 5
+    assert len({TaskData(part.task, one, {}, ()).fingerprint for one in parts}) == 5

@@ -14,8 +14,8 @@ from torch import Tensor
 from maelm_fast import ops
 from maelm_fast.encoders import PackedEncoder, TokenBatch, load_encoder
 from maelm_fast.export.huggingface import export
-from maelm_fast.finetuning.batches import token_batch
 from maelm_fast.finetuning.heads import SequenceModel, SpanModel
+from maelm_fast.finetuning.problem import token_batch
 from maelm_fast.text import TextTokenizer
 from tests.finetuning import small
 

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning import tasks
-from maelm_fast.finetuning.batches import token_batch
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import SpanExamples, TaskData
 from maelm_fast.finetuning.job import make_problem
-from maelm_fast.finetuning.problem import SentenceProblem, concatenated, predict
+from maelm_fast.finetuning.problem import SentenceProblem, concatenated, predict, token_batch
 from maelm_fast.finetuning.spans import SpanProblem
 from maelm_fast.text import Inputs
 from tests.finetuning import toys

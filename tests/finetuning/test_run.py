@@ -24,11 +24,10 @@ from torch import Tensor
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning import job
 from maelm_fast.finetuning import run as module
-from maelm_fast.finetuning.batches import token_batch, update_order
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import TaskData
 from maelm_fast.finetuning.job import finetune, make_problem
-from maelm_fast.finetuning.problem import Problem, SentenceProblem
+from maelm_fast.finetuning.problem import Problem, SentenceProblem, token_batch, update_order
 from maelm_fast.finetuning.run import Result, evaluation_steps, total_updates, train
 from maelm_fast.stop import Stopped
 from maelm_fast.training.files import newest_whole

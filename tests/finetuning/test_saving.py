@@ -15,8 +15,8 @@ import torch
 from maelm_fast.encoders import PackedEncoder, TextEncoder, load_encoder
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning import saving
-from maelm_fast.finetuning.batches import token_batch
 from maelm_fast.finetuning.heads import SequenceModel, SpanModel
+from maelm_fast.finetuning.problem import token_batch
 from maelm_fast.finetuning.saving import load_finetuned, save
 from maelm_fast.finetuning.tasks import get
 from maelm_fast.text import TextTokenizer

@@ -17,10 +17,10 @@ from maelm_fast.config import ModelConfig
 from maelm_fast.data.tokenizer import BOS, EOS, special_ids, train_tokenizer
 from maelm_fast.encoders import PackedEncoder, TokenBatch
 from maelm_fast.errors import UserError
-from maelm_fast.finetuning.batches import update_order
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.decoding import decode, error_examples
 from maelm_fast.finetuning.examples import Answer, SpanExamples, TaskData
+from maelm_fast.finetuning.problem import update_order
 from maelm_fast.finetuning.spans import SpanProblem, legal_rows, span_loss
 from maelm_fast.finetuning.tasks import get
 from maelm_fast.finetuning.windows import Windows, cut_windows

@@ -34,11 +34,11 @@ def test_a_run_on_the_gpu_goes_on_from_its_checkpoint(
         },
     )
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    pretrain("tiny", run, str(store), str(whole))
-    pretrain("tiny", run, str(store), str(cut))
+    pretrain(run, store, whole)
+    pretrain(run, store, cut)
     last = RunDir(cut).checkpoint(12)
     (last / "model.safetensors").write_bytes(b"damaged")
-    pretrain("tiny", run, str(store), str(cut))
+    pretrain(run, store, cut)
     assert "resuming from step 6" in capsys.readouterr().out
     losses = [[row["loss"] for row in RunDir(r).metrics() if row["kind"] == "train"] for r in (whole, cut)]
     assert losses[0] == (losses[1] if deterministic else pytest.approx(losses[1], rel=1e-2))

@@ -34,7 +34,7 @@ def of_pretrain(store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[f
     tokenizer = TokenStore.open(store).tokenizer()
     weights = MaeLmForPreTraining.from_preset("tiny", tokenizer=tokenizer).maelm.state_dict()
     initial = Initial({"vocab_size": tokenizer.get_vocab_size()}, weights, None, "the examples")
-    run = pretrain("tiny", config, str(store), str(tmp_path_factory.mktemp("runs") / "run"), initial)
+    run = pretrain(config, store, str(tmp_path_factory.mktemp("runs") / "run"), initial)
     return [row["loss"] for row in run.metrics() if row["kind"] == "train"]
 
 

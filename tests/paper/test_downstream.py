@@ -22,10 +22,10 @@ from maelm_fast import presets
 from maelm_fast.cli.main import main
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.problem import SentenceProblem
-from maelm_fast.paper import catalogue, downstream, figures, finetune, provenance, run, scales
+from maelm_fast.paper import catalogue, downstream, figures, provenance, run, scales, trials
 from maelm_fast.paper.catalogue import GLUE
 from maelm_fast.paper.cost import unit_cost
-from maelm_fast.paper.downstream import Files, FineTuning, Prompting, assumed_tasks, find_tasks
+from maelm_fast.paper.downstream import FineTuning, Prompting, assumed_tasks, find_tasks
 from maelm_fast.paper.figures import draw
 from maelm_fast.paper.plan import Cell, Plan, make_plan
 from maelm_fast.paper.report import checkpoints, report
@@ -126,7 +126,7 @@ def command(experiment: str, store: Path, out: Path, *options: object) -> list[s
 
 def placed(experiment: str, store: Path, out: Path, tasks: Path) -> Plan:
     asked, scale = catalogue.get(experiment), scales.get("smoke")
-    found = find_tasks(asked.tasks, [str(tasks)], scale.downstream, asked.one_task)
+    found = find_tasks(asked.tasks, [str(tasks)], scale.downstream, asked.one_task, {})
     return run.place_data(make_plan(asked, scale, steps=UPDATES).with_tasks(found), str(store), out)
 
 
@@ -204,7 +204,7 @@ def test_experiments_share_units(tasks: Path, store: Path, tmp_path: Path) -> No
 
 def test_tasks_are_found_or_left_out_with_a_reason(tasks: Path, tmp_path: Path) -> None:
     amount = replace(scales.get("smoke").downstream, train_limit=10, validation_limit=None)
-    found = find_tasks(("mnli", "rte", "sst2"), [str(tmp_path), str(tasks)], amount)
+    found = find_tasks(("mnli", "rte", "sst2"), [str(tmp_path), str(tasks)], amount, False, {})
     assert [task.name for task in found.tasks] == ["mnli", "sst2"]
     assert "train" in found.left_out["rte"]
     texts = [json.loads(line)["sentence"] for line in (tasks / "sst2" / "validation.jsonl").read_text().splitlines()]
@@ -213,16 +213,16 @@ def test_tasks_are_found_or_left_out_with_a_reason(tasks: Path, tmp_path: Path) 
     assert (size.train, size.validation) == (10, DEV)
     assert size.text_bytes == pytest.approx(sum(map(len, [*texts, *train])) / (10 + DEV))
     assert any("10 of its 24 examples" in note for note in found.data["sst2"].notes)
-    assert find_tasks(("mnli", "sst2"), [str(tasks)], amount, one=True).sizes.keys() == {"mnli"}
-    named = {"sst2": Files(train=("validation.jsonl",), validation=("train.jsonl",))}
-    assert find_tasks(("sst2",), [str(tasks)], amount, files=named).sizes["sst2"].validation == 24
+    assert find_tasks(("mnli", "sst2"), [str(tasks)], amount, True, {}).sizes.keys() == {"mnli"}
+    named = {"sst2": {"train": ["validation.jsonl"], "validation": ["train.jsonl"]}}
+    assert find_tasks(("sst2",), [str(tasks)], amount, False, named).sizes["sst2"].validation == 24
     with pytest.raises(UserError, match="none of rte, cola can be read"):
-        find_tasks(("rte", "cola"), [str(tasks)], amount)
-    misspelt = {"mnli": Files(train=("trian.jsonl",))}
+        find_tasks(("rte", "cola"), [str(tasks)], amount, False, {})
+    misspelt = {"mnli": {"train": ["trian.jsonl"]}}
     with pytest.raises(UserError, match=r"files of mnli are named, but it is not read: there is no file trian\.jsonl"):
-        find_tasks(("mnli", "sst2"), [str(tasks)], amount, one=True, files=misspelt)
+        find_tasks(("mnli", "sst2"), [str(tasks)], amount, True, misspelt)
     with pytest.raises(UserError, match="files of sst2 are named, but it is not read: one task is enough here"):
-        find_tasks(("mnli", "sst2"), [str(tasks)], amount, one=True, files=named)
+        find_tasks(("mnli", "sst2"), [str(tasks)], amount, True, named)
 
 
 def test_without_a_network_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +234,7 @@ def test_without_a_network_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     with pytest.raises(UserError, match="Couldn't reach"):
-        find_tasks(("rte", "cola", "sst2"), ["hub"], scales.get("smoke").downstream)
+        find_tasks(("rte", "cola", "sst2"), ["hub"], scales.get("smoke").downstream, False, {})
     assert asked == ["rte"]
 
 
@@ -310,7 +310,7 @@ def test_figure_5_has_its_second_panel(out: Path, store: Path, tasks: Path, monk
     written = re.search(r"\| MAE-LM \| MNLI's development inputs, after fine-tuning \| (.*) \|", text)
     assert written is not None
     assert [cell.split(" [")[0] for cell in written[1].split(" | ")] == middle
-    monkeypatch.setattr(finetune, "train", never)
+    monkeypatch.setattr(trials, "train", never)
     assert main(command("fig5", store, out, "--tasks", tasks)) == 0
 
 
@@ -355,14 +355,14 @@ def test_killed_in_the_middle_of_fine_tuning(
 def test_a_task_that_fails_costs_only_itself(
     out: Path, store: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train = finetune.train
+    train = trials.train
 
     def fails_on_mnli(problem: Any, *rest: Any, **options: Any) -> Any:
         if problem.data.task.name == "mnli":
             raise UserError("out of memory")
         return train(problem, *rest, **options)
 
-    monkeypatch.setattr(finetune, "train", fails_on_mnli)
+    monkeypatch.setattr(trials, "train", fails_on_mnli)
     assert main(command("table1", store, out, "--tasks", tasks)) == 1
     text = (out / "table1" / "REPORT.md").read_text()
     assert "- Failed: MAE-LM, seed 0, finetune mnli setting 1 seed 1 at 3: out of memory" in text
@@ -415,7 +415,7 @@ def test_table_7_in_little(store: Path, tasks: Path, tmp_path: Path, monkeypatch
     header, line = block[2], next(line for line in block if line.startswith("| large++ | MAE-LM |"))
     assert dict(zip(header.split("|"), line.split("|"), strict=True))[" SST-2 "].strip() == wanted
     assert "| no encoder | majority class, mean, no answer | " in text
-    monkeypatch.setattr(finetune, "PromptingWorker", never)
+    monkeypatch.setattr(trials.Trials, "prompt", never)
     assert main(command("table7", store, out, "--tasks", tasks)) == 0
 
 

@@ -20,12 +20,11 @@ from maelm_fast.encoders import load_encoder, packed_prompts
 from maelm_fast.errors import UserError
 from maelm_fast.export.huggingface import export
 from maelm_fast.finetuning import tasks
-from maelm_fast.finetuning.batches import token_batch
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, TaskData
+from maelm_fast.finetuning.problem import token_batch
 from maelm_fast.paper.prompting.cloze import ClozeModel, ClozeProblem
-from maelm_fast.paper.prompting.templates import TEMPLATES, Template, parse, template_for
-from maelm_fast.paper.prompting.tokens import Prompts, label_ids, shown
+from maelm_fast.paper.prompting.templates import TEMPLATES, Prompts, Template, label_ids, parse, shown, template_for
 from maelm_fast.text import TextTokenizer
 from maelm_fast.training.rundir import load_run, vocabulary_of
 from tests.finetuning.small import bert_directory, loaded_run, run_directory, wordpiece

@@ -22,9 +22,8 @@ from maelm_fast.finetuning.examples import Examples, TaskData
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.paper.prompting.cloze import ClozeProblem
 from maelm_fast.paper.prompting.fewshot import DEVELOPMENT, SPLIT_SEEDS, FewShotConfig, base_config, draw, few_shot
-from maelm_fast.paper.prompting.run import METRICS, make_question
-from maelm_fast.paper.prompting.templates import template_for
-from maelm_fast.paper.prompting.tokens import Prompts, label_ids
+from maelm_fast.paper.prompting.plan import METRICS, make_question
+from maelm_fast.paper.prompting.templates import Prompts, label_ids, template_for
 from maelm_fast.stop import Stopped
 from maelm_fast.text import TextTokenizer
 from maelm_fast.training.rundir import LoadedRun, RunRecord, vocabulary_of
@@ -218,7 +217,7 @@ def test_metrics_are_those_of_the_table() -> None:
     question = make_question(data, template_for(data.task), limit=30)
     assert len(question.data.validation["validation"]) == 30
     assert any("30 of its 100 examples" in note for note in question.data.notes)
-    assert question.fingerprint != make_question(data, template_for(data.task)).fingerprint
+    assert question.data.fingerprint != make_question(data, template_for(data.task)).data.fingerprint
     same = make_question(data, template_for(data.task), limit=30)
     assert same.data.validation["validation"].ids == question.data.validation["validation"].ids
 

@@ -41,9 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def narrow() -> scales.Scale:
         settings = {
-            name: scales.Setting(
-                s.preset, presets.change(s.config, model={"hidden_size": 48, "ffn_size": 48}), s.corpus, s.grid
-            )
+            name: scales.Setting(presets.change(s.config, model={"hidden_size": 48, "ffn_size": 48}), s.corpus, s.grid)
             for name, s in smoke.settings.items()
         }
         return scales.Scale(**{**vars(smoke), "settings": settings, "rank_samples": 16})
@@ -152,10 +150,10 @@ def test_a_run_that_fails_is_recorded_and_costs_only_itself(
 ) -> None:
     real = run.pretrain
 
-    def fails_for_mlm(preset: str, config: Any, *rest: Any, **options: Any) -> Any:
+    def fails_for_mlm(config: Any, *rest: Any, **options: Any) -> Any:
         if config.model.decoder == "none":
             raise UserError("no space left")
-        return real(preset, config, *rest, **options)
+        return real(config, *rest, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(run, "pretrain", fails_for_mlm)
@@ -225,7 +223,7 @@ def test_what_fails_is_not_tried_again_until_the_next_command(
     first, second = plan.runs
     Ledger(tmp_path).append({"key": second.key, "stage": PRETRAINING, "config": second.key, "error": "an old one"})
 
-    def another_process_fails(preset: str, config: Any, *_: object, **__: object) -> Any:
+    def another_process_fails(config: Any, *_: object, **__: object) -> Any:
         Ledger(tmp_path).append({"key": second.key, "stage": PRETRAINING, "config": second.key, "error": "theirs"})
         raise UserError("ours")
 

@@ -25,12 +25,14 @@ from maelm_fast import work
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, TaskData
+from maelm_fast.finetuning.fingerprint import Origin
 from maelm_fast.finetuning.tasks import TASKS
 from maelm_fast.paper import sweep as module
+from maelm_fast.paper import trials
 from maelm_fast.paper.catalogue import GLUE
 from maelm_fast.paper.grids import Grid
 from maelm_fast.paper.scores import averages
-from maelm_fast.paper.sweep import Model, Run, Sweep, estimate, make_model, make_sweep, read_done, run_sweep
+from maelm_fast.paper.sweep import Run, Sweep, estimate, make_sweep, read_done, run_sweep
 from maelm_fast.paper.sweep_report import draw, results, write_tables
 from maelm_fast.reporting import where
 from maelm_fast.stop import Stopped
@@ -38,8 +40,9 @@ from maelm_fast.work import Ledger
 from tests.finetuning import toys
 from tests.waiting import HANG, wait_until
 
+Worker = module._Worker
 GRID = Grid("mine", "a test's", {"lr": (1e-4, 2e-4, 3e-4), "epochs": (2, 4)})
-MODELS = (Model("MLM", "mlm", 20, False, "aaa"), Model("MAE-LM", "mae", 20, False, "bbb"))
+MODELS = (Origin("mlm", 20, "auto", False, "MLM", "aaa"), Origin("mae", 20, "auto", False, "MAE-LM", "bbb"))
 
 
 def data(name: str, n: int = 4) -> TaskData:
@@ -62,10 +65,10 @@ def value(run: Run) -> float:
 
 
 def result(run: Run, score: float) -> dict[str, Any]:
-    task = run.search.data.task
+    task = run.data.task
     metrics = {
         split: {metric: score - 10.0 * i - j for j, metric in enumerate(task.metrics)}
-        for i, split in enumerate(run.search.data.validation)
+        for i, split in enumerate(run.data.validation)
     }
     for split, found in metrics.items():
         found[task.metric] = score - (1.0 if split.endswith("mismatched") else 0.0)
@@ -76,7 +79,7 @@ def result(run: Run, score: float) -> dict[str, Any]:
     }
 
 
-def stand_in(sweep: Sweep, run: Run, *_: Any) -> dict[str, Any]:
+def stand_in(_: Any, run: Run, *more: Any) -> dict[str, Any]:
     return result(run, value(run))
 
 
@@ -95,7 +98,7 @@ def test_every_cell_has_a_seed_before_any_has_two() -> None:
     assert len(sweep.runs) == len({run.key for run in sweep.runs}) == 2 * 2 * 6 * 3
     assert [run.seed for run in sweep.runs] == [0] * 24 + [1] * 24 + [2] * 24
     first = sweep.runs[:12]
-    assert [run.search.data.task.name for run in first] == ["sst2"] * 12
+    assert [run.data.task.name for run in first] == ["sst2"] * 12
     assert [(run.cell.number, run.model.label) for run in first[:4]] == [
         *((1, "MLM"), (1, "MAE-LM"), (2, "MLM"), (2, "MAE-LM"))
     ]
@@ -110,10 +113,9 @@ def test_a_key_is_what_decides_the_result() -> None:
     assert keys() == usual
     assert keys(base=FinetuneConfig(device="cpu", precision="fp32", micro_batch_tokens=100)) == usual
     assert not keys(base=FinetuneConfig(dropout=0.2)) & usual
-    assert not keys(engine="packed") & usual
     assert keys(seeds=2) < usual
     assert keys(budget=2) < usual
-    for change in ({"fingerprint": "ccc"}, {"random_init": True}):
+    for change in ({"fingerprint": "ccc"}, {"random_init": True}, {"engine": "packed"}):
         other = make_sweep(GRID, [replace(m, **change) for m in MODELS], [data("sst2")], 3)
         assert not {run.key for run in other.runs} & usual
     other = make_sweep(GRID, MODELS, [data("sst2", n=6)], 3)
@@ -123,7 +125,7 @@ def test_a_key_is_what_decides_the_result() -> None:
 
 
 def test_medians_and_best_cells_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_train", stand_in)
+    monkeypatch.setattr(Worker, "do", stand_in)
     sweep = small()
     run_sweep(sweep, tmp_path)
     assert len(titles(tmp_path)) == 72
@@ -140,17 +142,15 @@ def test_medians_and_best_cells_by_hand(tmp_path: Path, monkeypatch: pytest.Monk
     text = (tmp_path / "SWEEP.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert rows[0] == "| model | SST-2 | CoLA | AVG |"
-    assert rows[2:10] == [
+    assert rows[2:8] == [
         "| the paper's | 93.8 | - | 86.1 |",
-        "| **MLM** | 90.5 | 90.5 | - |",
-        "| lowest to highest | 89.0..92.5 | 89.0..92.5 |  |",
+        "| **MLM** | 90.5 [89.0, 92.5] | 90.5 [89.0, 92.5] | - |",
         "| seeds; cells | 3 of 3; 6 of 6 | 3 of 3; 6 of 6 |  |",
-        "| **MAE-LM** | 90.5 | 90.5 | - |",
-        "| lowest to highest | 89.0..92.5 | 89.0..92.5 |  |",
+        "| **MAE-LM** | 90.5 [89.0, 92.5] | 90.5 [89.0, 92.5] | - |",
         "| seeds; cells | 3 of 3; 6 of 6 | 3 of 3; 6 of 6 |  |",
         "| no model: majority | 50.9 | - | - |",
     ]
-    assert "there is no result for mnli, qqp, qnli, rte, mrpc, stsb" in text
+    assert "no AVG, there is no result for mnli, qqp, qnli, rte, mrpc, stsb" in text
     assert "- SST-2: a note on sst2" in text
     assert "- SST-2: inputs cut to 512 tokens: train 1 of 4\n" in text
     assert "provisional" not in text
@@ -158,7 +158,7 @@ def test_medians_and_best_cells_by_hand(tmp_path: Path, monkeypatch: pytest.Monk
         written = list(csv.DictReader(file))
     own = [row for row in written if row["metric"] == TASKS[row["task"]].metric]
     for row, run in zip(own, sweep.runs, strict=True):
-        assert (row["model"], row["task"], int(row["seed"])) == (run.model.label, run.search.data.task.name, run.seed)
+        assert (row["model"], row["task"], int(row["seed"])) == (run.model.label, run.data.task.name, run.seed)
         assert (float(row["lr"]), float(row["value"]), row["status"]) == (run.config.lr, value(run), "finished")
         assert (row["best"] == "True") == (run.cell.number == (4 if run.model.label == "MLM" else 2))
     assert [float(row["value"]) for row in written if row["metric"] == "last"] == [value(r) - 1.5 for r in sweep.runs]
@@ -173,13 +173,13 @@ def test_all_of_glue_and_squad_in_the_papers_layout(tmp_path: Path, monkeypatch:
     printed = dict(zip(names, (87.2, 91.6, 92.9, 93.8, 63.1, 79.1, 90.2, 90.9, 84.1), strict=True))
     grid = Grid("one", "a cell", {"lr": (1e-4,)})
 
-    def as_printed(sweep: Sweep, run: Run, *_: Any) -> dict[str, Any]:
-        outcome = result(run, printed[run.search.data.task.name])
-        if run.search.data.task.kind == "spans":
+    def as_printed(_: Any, run: Run, *more: Any) -> dict[str, Any]:
+        outcome = result(run, printed[run.data.task.name])
+        if run.data.task.kind == "spans":
             outcome["metrics"]["validation"] = {"best_exact": 81.1, "best_f1": 84.1, "exact": 80.0, "f1": 83.0}
         return outcome
 
-    monkeypatch.setattr(module, "_train", as_printed)
+    monkeypatch.setattr(Worker, "do", as_printed)
     sweep = make_sweep(grid, MODELS[1:], [data(name) for name in printed], 1)
     run_sweep(sweep, tmp_path)
     write_tables(sweep, tmp_path)
@@ -196,14 +196,14 @@ def test_all_of_glue_and_squad_in_the_papers_layout(tmp_path: Path, monkeypatch:
 
 
 def test_a_budget_is_told_and_holds_for_all_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_train", stand_in)
+    monkeypatch.setattr(Worker, "do", stand_in)
     sweep = small(tasks=("sst2",), seeds=1, budget=2)
     assert [run.cell.number for run in sweep.runs[::2]] == [run.cell.number for run in sweep.runs[1::2]]
     assert [run.key for run in sweep.runs] == [run.key for run in small(tasks=("sst2",), seeds=1, budget=2).runs]
     run_sweep(sweep, tmp_path)
     write_tables(sweep, tmp_path)
     text = (tmp_path / "SWEEP.md").read_text()
-    assert "a budget of 2 cells per task, a fixed pseudo-random subset. Cells: SST-2 2 of 6." in text
+    assert "a fixed pseudo-random subset of each task's cells (--budget): SST-2 2 of 6." in text
     assert "| seeds; cells | 1 of 1; 2 of 6 |  |" in text
 
 
@@ -213,7 +213,7 @@ def test_a_failing_run_costs_only_itself_and_is_tried_again(
     sweep = small(tasks=("sst2",))
     tried: Counter[str] = Counter()
 
-    def fails(sweep: Sweep, run: Run, *_: Any) -> dict[str, Any]:
+    def fails(_: Any, run: Run, *more: Any) -> dict[str, Any]:
         tried[run.key] += 1
         if run.cell.number == 4 and run.seed == 0 and run.model.label == "MLM":
             raise UserError("the gradient was not finite in 10 updates in a row")
@@ -222,7 +222,7 @@ def test_a_failing_run_costs_only_itself_and_is_tried_again(
         return result(run, value(run))
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_train", fails)
+        patch.setattr(Worker, "do", fails)
         run_sweep(sweep, tmp_path)
     assert set(tried.values()) == {1}
     done = read_done(tmp_path)
@@ -237,7 +237,7 @@ def test_a_failing_run_costs_only_itself_and_is_tried_again(
     failed = where(results(sweep, done), status="failed")
     assert sorted(failed["error"].str[:12].tolist()) == ["RuntimeError", "RuntimeError", "the gradient"]
 
-    monkeypatch.setattr(module, "_train", stand_in)
+    monkeypatch.setattr(Worker, "do", stand_in)
     run_sweep(sweep, tmp_path)
     done = read_done(tmp_path)
     assert (len(done.errors), len(done.results)) == (0, 36)
@@ -245,12 +245,12 @@ def test_a_failing_run_costs_only_itself_and_is_tried_again(
 
 
 def test_one_lucky_seed_does_not_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lucky(sweep: Sweep, run: Run, *_: Any) -> dict[str, Any]:
+    def lucky(_: Any, run: Run, *more: Any) -> dict[str, Any]:
         if run.cell.number != 5 and run.seed == 1:
             raise UserError("no")
         return result(run, 80.0 if run.cell.number == 5 else 90.0)
 
-    monkeypatch.setattr(module, "_train", lucky)
+    monkeypatch.setattr(Worker, "do", lucky)
     sweep = small(tasks=("sst2",), seeds=2)
     run_sweep(sweep, tmp_path)
     assert best_cell(sweep, tmp_path) == 5
@@ -260,13 +260,13 @@ def test_time_is_estimated_from_finished_runs_of_the_same_kind(tmp_path: Path, m
     sweep = small()
     assert estimate(sweep, read_done(tmp_path)) == (0.0, 72)
 
-    def stops(sweep: Sweep, run: Run, *_: Any) -> dict[str, Any]:
-        if run.search.data.task.name == "cola":
+    def stops(_: Any, run: Run, *more: Any) -> dict[str, Any]:
+        if run.data.task.name == "cola":
             os.kill(os.getpid(), signal.SIGTERM)
             raise Stopped(3)
         return result(run, value(run))
 
-    monkeypatch.setattr(module, "_train", stops)
+    monkeypatch.setattr(Worker, "do", stops)
     with pytest.raises(Stopped):
         run_sweep(sweep, tmp_path)
     assert len(titles(tmp_path)) == 12
@@ -279,16 +279,16 @@ def slowly(out: Path, rows: int, processes: int) -> None:
     """In a process of its own: the stand-in, which waits until so many processes have begun, and once there are so many
     rows for nothing but to be stopped."""
 
-    def slow(sweep: Sweep, run: Run, out: Path, problems: Any, stop: Callable[[], bool]) -> dict[str, Any]:
+    def slow(worker: Any, run: Run, stop: Callable[[], bool]) -> dict[str, Any]:
         with open(out / "begun", "a") as file:
             file.write(f"{os.getpid()} {run.key}\n")
         while len(Ledger(out).rows()) >= rows or len(by_process(out)) < processes:
             time.sleep(0.005)
             if stop():
                 raise Stopped(1)
-        return stand_in(sweep, run)
+        return stand_in(worker, run)
 
-    module._train = slow  # type: ignore[assignment]
+    Worker.do = slow  # type: ignore[assignment, method-assign]
     work._POLL_SECONDS = 0.02
     try:
         run_sweep(small(tasks=("sst2",), seeds=1), out)
@@ -395,16 +395,15 @@ def test_a_run_is_what_train_gives_also_when_it_was_stopped(tmp_path: Path, monk
     from maelm_fast.finetuning.job import make_problem
     from maelm_fast.finetuning.run import train
 
-    model = make_model("toy", str(toys.make_run(tmp_path / "run")))
+    model = Origin.of(toys.make_run(tmp_path / "run"), label="toy")
     assert model.step == 5
     task = toys.toy(toys.content_rows, train=40, validation=20)
     grid = Grid("two", "two cells", {"lr": (1e-3, 3e-3), "epochs": (2,), "batch_size": (8,)})
     base = FinetuneConfig(device="cpu", precision="fp32")
-    sweep = make_sweep(grid, [model], [task], seeds=2, base=base, engine="transformers")  # for other directories
-    assert [run.key for run in sweep.runs] == [r.key for r in make_sweep(grid, [model], [task], 2, base=base).runs]
+    sweep = make_sweep(grid, [model], [task], seeds=2, base=base)
     made = []
     original = make_problem
-    monkeypatch.setattr(module, "make_problem", lambda *a: made.append(a) or original(*a))
+    monkeypatch.setattr(trials, "make_problem", lambda *a: made.append(a) or original(*a))
     asked = 0
 
     def sometimes(problem: Any, encoder: Any, config: FinetuneConfig, **options: Any) -> Any:
@@ -419,7 +418,7 @@ def test_a_run_is_what_train_gives_also_when_it_was_stopped(tmp_path: Path, monk
 
         return train(problem, encoder, config, **{**options, "stop": stop})
 
-    monkeypatch.setattr(module, "train", sometimes)
+    monkeypatch.setattr(trials, "train", sometimes)
     with pytest.raises(Stopped):
         run_sweep(sweep, tmp_path / "out")
     assert titles(tmp_path / "out") == []

@@ -101,7 +101,7 @@ def run(group: Processes, case: dict[str, Any]) -> None:
     group.strategy, out = case["strategy"], case["out"]
     with Watched(case):
         try:
-            job.pretrain("tiny", config(**case["sections"]), case["store"], out)
+            job.pretrain(config(**case["sections"]), case["store"], out)
         except Stopped as stopped:
             said = f"rank {group.rank} stopped after {stopped.step} with status {stopped.code}\n"
             sys.stdout.write(said)  # at once: print may write the line and its end apart, between those of others

@@ -36,7 +36,7 @@ def asked(strategy: str = "auto", **runtime: Any) -> RunConfig:
 def whole(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one process, with checkpoints after 2, 4, 6 and 8 updates."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    pretrain("tiny", asked(), str(store), str(out))
+    pretrain(asked(), store, out)
     return out
 
 
@@ -47,7 +47,7 @@ def shared(store: Path, whole: Path, tmp_path_factory: pytest.TempPathFactory) -
     shutil.copytree(whole, out)
     for world, strategy, step in ((2, "ddp", 2), (3, "fsdp", 4)):
         cut(out, step)
-        together(world, lambda: pretrain("tiny", asked(strategy), str(store), str(out), several=True))  # noqa: B023  at once
+        together(world, lambda: pretrain(asked(strategy), store, out, several=True))  # noqa: B023  at once
     return out
 
 
@@ -82,7 +82,7 @@ def test_one_then_ddp_then_fsdp_then_one(store: Path, whole: Path, run: Path) ->
     assert names(run, 4) == ["checksums.json", *shares(2), "state.json"]
     assert names(run, 8) == ["checksums.json", *shares(3), "state.json"]
     cut(run, 6)
-    pretrain("tiny", asked(), str(store), str(run))
+    pretrain(asked(), store, run)
     assert names(run, 8) == names(run, 2)
     assert_near(run, whole)
 
@@ -141,7 +141,7 @@ def test_a_full_disk_at_one_process_costs_the_save_of_all(store: Path, whole: Pa
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "sums_of", full)
-        together(2, lambda: pretrain("tiny", asked(), str(store), str(out), several=True))
+        together(2, lambda: pretrain(asked(), store, out, several=True))
     assert RunDir(out).steps() == [2, 6, 8]
     assert not list((out / "checkpoints").glob(".*"))
     assert_near(out, whole)
@@ -182,7 +182,7 @@ def test_training_goes_on_while_a_thread_saves(
         update(self, step, *rest, **named)
 
     monkeypatch.setattr(checkpoint.Checkpoints, "save", save)
-    pretrain("tiny", asked(async_save=True), str(store), str(out))
+    pretrain(asked(async_save=True), store, out)
     assert RunDir(out).steps() == [2, 4, 6, 8]
     same_bits(out, whole)
     for name in ("model.safetensors", "optimizer.safetensors"):
@@ -206,13 +206,13 @@ def test_killed_while_a_thread_saves(world: int, store: Path, whole: Path, tmp_p
                     os.kill(os.getpid(), signal.SIGKILL)
 
             patch.setattr(checkpoint, writer, dies)
-            pretrain("tiny", asked(async_save=True), str(store), str(out), several=True)
+            pretrain(asked(async_save=True), store, out, several=True)
 
     together(world, killed, codes=(-signal.SIGKILL,) * world)
     assert RunDir(out).steps() == [2]
     assert list((out / "checkpoints").glob(".step_4.tmp"))
     if world == 1:
-        pretrain("tiny", asked(async_save=True), str(store), str(out))
+        pretrain(asked(async_save=True), store, out)
         same_bits(out, whole)
         assert not list((out / "checkpoints").glob(".*"))
 
@@ -227,13 +227,13 @@ def test_a_save_that_failed_in_a_thread_is_said_and_costs_only_itself(
 
     monkeypatch.setattr(checkpoint, "save_file", full)
     full.at = 4  # type: ignore[attr-defined]
-    pretrain("tiny", asked(async_save=True), str(store), str(tmp_path / "run"))
+    pretrain(asked(async_save=True), store, tmp_path / "run")
     assert "cannot save a checkpoint in" in caplog.text
     assert RunDir(tmp_path / "run").steps() == [2, 6, 8]
     same_bits(tmp_path / "run", whole)
     full.at = 8  # type: ignore[attr-defined]
     with pytest.raises(UserError, match="No space left on device; earlier ones are whole"):
-        pretrain("tiny", asked(async_save=True), str(store), str(tmp_path / "last"))
+        pretrain(asked(async_save=True), store, tmp_path / "last")
 
 
 def test_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,16 +153,16 @@ def test_a_run_keeps_the_size_that_it_was_begun_with(
     parameters = sum(p.numel() for p in MaeLm(config.model).parameters())
     fixed, each = memory.estimated(config, parameters, TokenStore.open(store, "train").manifest.seq_len)
     gpu = OnAGpu(monkeypatch, round((fixed + 5.5 * each) / memory.SHARE))
-    pretrain("tiny", config, str(store), str(run))
+    pretrain(config, str(store), str(run))
     assert "micro-batches of 4 sequences: by an estimate 0.5 of the GPU's 0.6 GiB" in capsys.readouterr().out
     assert recorded(run) == 4  # 5 fit, and 4, 4, 4 are no more micro-batches than 5, 5, 2
-    pretrain("tiny", small(save_every=2, micro_batch_size=4), str(store), str(whole))
+    pretrain(small(save_every=2, micro_batch_size=4), str(store), str(whole))
     (RunDir(run).checkpoint(4) / "model.safetensors").write_bytes(b"damaged")
     gpu.free *= 2
-    pretrain("tiny", config, str(store), str(run))
+    pretrain(config, str(store), str(run))
     assert "micro-batches of" not in capsys.readouterr().out
     assert (recorded(run), losses(run)) == (4, losses(whole))
-    pretrain("tiny", small(save_every=2, micro_batch_size=3), str(store), str(run))
+    pretrain(small(save_every=2, micro_batch_size=3), str(store), str(run))
     assert recorded(run) == 3
 
 
@@ -191,7 +191,7 @@ def test_without_a_gpu_nothing_is_estimated(store: Path, tmp_path: Path, capsys:
     assert not memory.can_estimate(RunConfig(), torch.device("cuda"), "fp32")
     named = presets.change(presets.get("base"), runtime={"backend": BackendConfig(attention="reference")})
     assert not memory.can_estimate(named, torch.device("cuda"), "bf16")
-    pretrain("tiny", small(), str(store), str(tmp_path / "run"))
+    pretrain(small(), str(store), str(tmp_path / "run"))
     assert recorded(tmp_path / "run") == 32
     assert "micro-batches" not in capsys.readouterr().out
     with pytest.raises(UserError, match="micro_batch_size must be positive, not 0"):

@@ -356,7 +356,7 @@ def test_processes_that_were_started_otherwise_are_refused(
         lr = 1e-3 if other and what == "optim.lr" else 3e-3
         try:
             asked = config(optim={"lr": lr}, runtime={"workers": int(other)})
-            pretrain("tiny", asked, str(data), str(tmp_path / "run"), several=True)
+            pretrain(asked, str(data), str(tmp_path / "run"), several=True)
         except UserError as error:
             print(f"error: {error}", flush=True)
             sys.exit(2)
@@ -386,7 +386,7 @@ def test_a_run_is_saved_when_torchrun_is_killed(store: Path, tmp_path: Path) -> 
             return update(self, *rest)
 
         Trainer.update = third  # type: ignore[method-assign]
-        pretrain("tiny", config(), str(store), str(out), several=True)
+        pretrain(config(), store, out, several=True)
 
     (agent,) = started(1, torchrun)
     os.close(lives)

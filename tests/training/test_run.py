@@ -72,7 +72,7 @@ def final_weights(run: Path) -> dict[str, torch.Tensor]:
 def whole(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    pretrain("tiny", config(), str(store), str(out))
+    pretrain(config(), store, out)
     return out
 
 
@@ -86,7 +86,7 @@ def test_a_deterministic_run_is_one_from_the_first_update_to_the_last(
         return update(*arguments)
 
     monkeypatch.setattr(Trainer, "update", watched)
-    pretrain("tiny", config(runtime={"deterministic": True}), str(store), str(tmp_path / "run"))
+    pretrain(config(runtime={"deterministic": True}), store, tmp_path / "run")
     assert seen == [True] * 8
     assert not torch.are_deterministic_algorithms_enabled()
     assert_same(tmp_path / "run", whole)
@@ -116,7 +116,7 @@ def test_validation_loss_is_the_mean_over_samples_drawn_from_the_whole_split(
     """Without dropout: the weights are large, so that it would show, and so would another precision."""
     out = tmp_path / "run"
     asked = config(model={"init_std": 0.5}, optim={"max_steps": 1, "warmup_steps": 0}, runtime={"precision": precision})
-    pretrain("tiny", asked, str(store), str(out))
+    pretrain(asked, store, out)
     opened, run = TokenStore.open(store, "validation"), load_run(out)
     assert len(opened) > 20
     masker, loss, correct, masked = Masker(asked.masking, run.vocabulary, SEED, False), 0.0, 0, 0
@@ -134,7 +134,7 @@ def test_validation_loss_is_the_mean_over_samples_drawn_from_the_whole_split(
 
 def test_the_metrics_of_a_causal_decoder_are_over_every_token(store: Path, tmp_path: Path) -> None:
     asked = config(model={"decoder": "causal_cross", "dropout": 0.0}, optim={"lr": 1e-2}, runtime={"eval_samples": 20})
-    pretrain("tiny", asked, str(store), str(tmp_path / "run"))
+    pretrain(asked, str(store), str(tmp_path / "run"))
     opened, run = TokenStore.open(store, "validation"), load_run(tmp_path / "run")
     ids = permutation(np.arange(20), len(opened), SEED, VALIDATION_EPOCH)
     masker = Masker(asked.masking, run.vocabulary, SEED, False)
@@ -167,7 +167,7 @@ def test_tokens_per_second_leave_out_what_is_not_training(
     monkeypatch.setattr(trainer, "evaluate", taking(1e3, trainer.evaluate))
     monkeypatch.setattr(trainer, "live_ranks", taking(1e3, trainer.live_ranks))
     monkeypatch.setattr(saving, "save", taking(1e3, saving.save))
-    pretrain("tiny", config(metrics={"rank_every": 2}), str(store), str(tmp_path / "run"))
+    pretrain(config(metrics={"rank_every": 2}), str(store), str(tmp_path / "run"))
     rates = [row["tokens_per_s"] for row in RunDir(tmp_path / "run").metrics() if row["kind"] == "train"]
     assert rates == [12 * 32 / 2.0] * 8
 
@@ -178,7 +178,7 @@ def test_a_run_is_a_plain_loop(store: Path, tmp_path: Path) -> None:
         model={"dropout": 0.0},
         optim={"max_steps": 4, "warmup_steps": 1, "lr": 1e-2, "clip_norm": 0.1, "weight_decay": 0.3},
     )
-    pretrain("tiny", asked, str(store), str(tmp_path / "run"))
+    pretrain(asked, store, tmp_path / "run")
     samples, run, optim = TokenStore.open(store, "train"), load_run(tmp_path / "run"), asked.optim
     model = trainer.build_model(run.config, run.vocabulary)
     optimizer = torch.optim.AdamW(model.parameters(), betas=optim.betas, eps=optim.eps, weight_decay=0.3)
@@ -222,7 +222,7 @@ def test_every_micro_batch_has_dropout_of_its_own(store: Path, tmp_path: Path, m
     def run(seed: int, name: str) -> list[tuple[int, float]]:
         drawn.clear()
         asked = config(model={"init_std": 0.5}, optim={"lr": 1e-30, "max_steps": 4})
-        pretrain("tiny", replace(asked, seed=seed), str(store), str(tmp_path / name))
+        pretrain(replace(asked, seed=seed), store, tmp_path / name)
         return drawn.copy()
 
     first = run(0, "first")
@@ -258,9 +258,9 @@ def test_resume_is_bitwise(
     """A crash after any update, between checkpoints or on one, with accumulation over three micro-batches; gone on with
     without loader processes, since runtime settings may change."""
     out = tmp_path / "run"
-    pretrain_until(cut, "tiny", config(runtime={"workers": workers}), str(store), str(out))
+    pretrain_until(cut, config(runtime={"workers": workers}), str(store), str(out))
     capsys.readouterr()
-    pretrain("tiny", config(), str(store), str(out))
+    pretrain(config(), store, out)
     printed = capsys.readouterr().out
     assert (f"resuming from step {cut - cut % 2}\n" in printed) == (cut > 1)  # else there is no checkpoint yet
     assert_same(out, whole)
@@ -275,12 +275,12 @@ def fast_config(**runtime: Any) -> RunConfig:
 def test_resume_is_bitwise_with_muon_and_falling_masks(cut: int, store: Path, tmp_path: Path) -> None:
     """And the masks are the schedule's, also of an update that is done again, and where they are drawn on the
     device; validation masks at the last rate."""
-    pretrain("tiny", fast_config(), str(store), str(tmp_path / "whole"))
+    pretrain(fast_config(), store, tmp_path / "whole")
     train = [row for row in rows(tmp_path / "whole") if row["kind"] == "train"]
     falling = [round(rate * 32) for rate in (0.4, 0.4, 0.35, 0.3, 0.25, 0.25, 0.2, 0.15)]
     assert [row["masked"] for row in train] == [12 * count for count in falling]
-    pretrain_until(cut, "tiny", fast_config(workers=1), str(store), str(tmp_path / "run"))
-    pretrain("tiny", fast_config(backend=BackendConfig(mask_and_pack="reference")), str(store), str(tmp_path / "run"))
+    pretrain_until(cut, fast_config(workers=1), str(store), str(tmp_path / "run"))
+    pretrain(fast_config(backend=BackendConfig(mask_and_pack="reference")), store, tmp_path / "run")
     assert_same(tmp_path / "run", tmp_path / "whole")
     optimizers = [
         load_file(tmp_path / run / "checkpoints" / "step_8" / "optimizer.safetensors") for run in ("run", "whole")
@@ -295,7 +295,7 @@ def test_validation_masks_at_the_last_rate(store: Path, tmp_path: Path) -> None:
     losses = []
     for name, masking in (("falling", {"rate": 0.4, "rate_end": 0.15}), ("plain", {}), ("other", {"rate": 0.4})):
         asked = config(optim={"max_steps": 1, "warmup_steps": 0, "lr": 1e-30}, masking=masking)
-        pretrain("tiny", asked, str(store), str(tmp_path / name))
+        pretrain(asked, store, tmp_path / name)
         losses.append([row["val_loss"] for row in rows(tmp_path / name) if row["kind"] == "validation"])
     assert losses[0] == losses[1] != losses[2]
 
@@ -303,12 +303,12 @@ def test_validation_masks_at_the_last_rate(store: Path, tmp_path: Path) -> None:
 def test_a_falling_rate_cannot_be_recorded(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "check_recordable", lambda *_: None)  # which would miss a GPU first
     with pytest.raises(UserError, match=r"cuda_graph needs updates of one shape, and masking\.rate_end changes"):
-        pretrain("tiny", fast_config(cuda_graph=True), str(store), str(tmp_path / "run"))
+        pretrain(fast_config(cuda_graph=True), store, tmp_path / "run")
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_masks_drawn_on_the_device_make_the_same_run(backend: str, store: Path, whole: Path, tmp_path: Path) -> None:
-    pretrain("tiny", config(runtime={"backend": BackendConfig(mask_and_pack=backend)}), str(store), str(tmp_path / "r"))
+    pretrain(config(runtime={"backend": BackendConfig(mask_and_pack=backend)}), store, tmp_path / "r")
     assert_same(tmp_path / "r", whole)
 
 
@@ -318,7 +318,7 @@ def test_a_backend_that_cannot_run_ends_the_run_with_its_reason(
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     asked = config(runtime={"backend": BackendConfig(add_norm="triton")})
     with pytest.raises(UserError, match="add_norm: backend 'triton' cannot run: the tensors are on the CPU"):
-        pretrain("tiny", asked, str(store), str(tmp_path / "run"))
+        pretrain(asked, store, tmp_path / "run")
 
 
 def test_micro_batch_size_changes_only_rounding(store: Path, tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_micro_batch_size_changes_only_rounding(store: Path, tmp_path: Path) -> 
     losses = []
     for micro in (12, 5):
         out = tmp_path / str(micro)
-        pretrain("tiny", config(model={"dropout": 0.0}, runtime={"micro_batch_size": micro}), str(store), str(out))
+        pretrain(config(model={"dropout": 0.0}, runtime={"micro_batch_size": micro}), store, out)
         losses.append([r["loss"] for r in rows(out) if r["kind"] == "train"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -337,7 +337,7 @@ def test_accumulation_weights_by_masked_tokens(document_store: Path, tmp_path: P
     for micro in (12, 1):
         out = tmp_path / str(micro)
         asked = config(model={"dropout": 0.0}, runtime={"micro_batch_size": micro}, masking={"count": "stochastic"})
-        pretrain("tiny", asked, str(document_store), str(out))
+        pretrain(asked, document_store, out)
         losses.append([r["loss"] for r in rows(out) if r["kind"] == "train"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -360,7 +360,7 @@ if __name__ == "__main__":  # loader processes read this file too
                 time.sleep(0.01)
         return forward(self, *arguments, **named)
     MaeLm.forward = held
-    pretrain("tiny", config(runtime={{"workers": {workers}, "device": {device!r}}}), {store!r}, {out!r})
+    pretrain(config(runtime={{"workers": {workers}, "device": {device!r}}}), {store!r}, {out!r})
 """
 
 
@@ -401,7 +401,7 @@ def test_sigkill_and_sigterm_leave_a_run_that_goes_on(
     killed = start(store, cut, after=5, device=device)
     try:
         with pytest.raises(UserError, match="in use by another process"):
-            pretrain("tiny", config(), str(store), str(cut))
+            pretrain(config(), store, cut)
     finally:
         killed.kill()
         killed.communicate()
@@ -410,7 +410,7 @@ def test_sigkill_and_sigterm_leave_a_run_that_goes_on(
     output = release(asked, cut, code=143)
     assert "resuming from step 4\n" in output
     assert "SIGTERM: saved at step 7;" in output
-    pretrain("tiny", config(runtime={"device": device}), str(store), str(cut))
+    pretrain(config(runtime={"device": device}), store, cut)
     assert "resuming from step 7\n" in capsys.readouterr().out
     if device == "cpu":
         assert_same(cut, whole)
@@ -432,7 +432,7 @@ def test_loader_processes_leave_signals_to_the_trainer(store: Path, whole: Path,
 
 def test_a_finished_run_is_left_alone(store: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = whole.joinpath("metrics.jsonl").read_bytes()
-    pretrain("tiny", config(), str(store), str(whole))
+    pretrain(config(), store, whole)
     assert "already finished" in capsys.readouterr().out
     assert whole.joinpath("metrics.jsonl").read_bytes() == before
 
@@ -468,7 +468,7 @@ def test_a_damaged_checkpoint_is_passed_over(
         file.unlink()
     else:
         (newest / "checksums.json").unlink()
-    pretrain("tiny", config(), str(store), str(run))
+    pretrain(config(), store, run)
     assert "going back to the one before" in caplog.text
     assert "resuming from step 4\n" in capsys.readouterr().out
     assert_same(run, whole)
@@ -479,7 +479,7 @@ def test_only_damaged_checkpoints_is_an_error(store: Path, whole: Path, tmp_path
     for file in run.glob("checkpoints/*/state.json"):
         file.write_text("{}")
     with pytest.raises(UserError, match="every checkpoint is damaged"):
-        pretrain("tiny", config(), str(store), str(run))
+        pretrain(config(), store, run)
 
 
 def test_a_damaged_checkpoint_further_on_does_not_crowd_out_what_is_saved(tmp_path: Path) -> None:
@@ -504,14 +504,14 @@ def test_out_of_memory_names_the_setting_to_lower(
 
     monkeypatch.setattr(owner, name, full)
     with pytest.raises(UserError, match=r"micro-batches of 5 sequences: lower runtime\.micro_batch_size"):
-        pretrain("tiny", config(), str(store), str(tmp_path / "run"))
+        pretrain(config(), store, tmp_path / "run")
 
 
 def test_an_unfinished_metrics_line_is_dropped(store: Path, whole: Path, tmp_path: Path) -> None:
     run, _ = damaged_copy(whole, tmp_path)
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "step": 9, "lo')
-    pretrain("tiny", config(), str(store), str(run))
+    pretrain(config(), store, run)
     assert_same(run, whole)
 
 
@@ -547,7 +547,7 @@ def test_a_failed_save_costs_only_itself(
 
     monkeypatch.setattr(checkpoint, "save_file", full)
     out = tmp_path / "run"
-    pretrain("tiny", config(), str(store), str(out))
+    pretrain(config(), store, out)
     assert "No space left on device" in caplog.text
     assert RunDir(out).steps() == [2, 6, 8]
     assert not list((out / "checkpoints").glob(".*"))
@@ -560,7 +560,7 @@ def test_the_last_save_must_succeed(store: Path, tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(checkpoint, "save_file", full)
     with pytest.raises(UserError, match="No space left on device"):
-        pretrain("tiny", config(), str(store), str(tmp_path / "run"))
+        pretrain(config(), store, tmp_path / "run")
 
 
 def test_nonfinite_updates_are_skipped_counted_and_end_the_run(
@@ -582,7 +582,7 @@ def test_nonfinite_updates_are_skipped_counted_and_end_the_run(
     monkeypatch.setattr(trainer.MaeLm, "forward", poisoned)
     monkeypatch.setattr(Trainer, "update", counted)
     once = tmp_path / "once"
-    pretrain("tiny", config(), str(store), str(once))
+    pretrain(config(), store, once)
     train = [r for r in rows(once) if r["kind"] == "train"]
     assert [r["skipped"] for r in train] == [0, 0, 1, 1, 1, 1, 1, 1]
     assert train[2]["loss"] is train[2]["grad_norm"] is None  # JSON has no NaN
@@ -590,7 +590,7 @@ def test_nonfinite_updates_are_skipped_counted_and_end_the_run(
 
     bad |= {2, 3, 4}
     with pytest.raises(UserError, match=r"3 updates in a row .* step 4"):
-        pretrain("tiny", config(runtime={"max_nonfinite": 3}), str(store), str(tmp_path / "often"))
+        pretrain(config(runtime={"max_nonfinite": 3}), store, tmp_path / "often")
     listed = json.loads((tmp_path / "often" / "nonfinite.json").read_text())
     assert listed["step"] == 4
     assert len(listed["samples"]) == 12
@@ -598,8 +598,8 @@ def test_nonfinite_updates_are_skipped_counted_and_end_the_run(
 
 def test_live_ranks_are_in_the_metrics_and_change_nothing_else(store: Path, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    pretrain("tiny", config(metrics={"rank_every": 3}), str(store), str(out))
-    pretrain("tiny", config(metrics={"rank_every": 0}), str(store), str(tmp_path / "never"))
+    pretrain(config(metrics={"rank_every": 3}), store, out)
+    pretrain(config(metrics={"rank_every": 0}), store, tmp_path / "never")
     found = rows(out)
     ranks = [row for row in found if row["kind"] == "rank"]
     assert [row["step"] for row in ranks] == [3, 6, 8]
@@ -611,14 +611,14 @@ def test_live_ranks_are_in_the_metrics_and_change_nothing_else(store: Path, whol
 def test_early_stop(store: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     asked = config(optim={"lr": 1e-12, "max_steps": 50}, runtime={"early_stop": 2, "eval_every": 1})
-    pretrain("tiny", asked, str(store), str(out))
+    pretrain(asked, store, out)
     before = rows(out)
     assert before[-1]["step"] == 3  # the first evaluation, and two that are no better
-    pretrain("tiny", asked, str(store), str(out))  # finished: nothing more happens
+    pretrain(asked, store, out)  # finished: nothing more happens
     assert rows(out) == before
     cut = tmp_path / "cut"
-    pretrain_until(2, "tiny", asked, str(store), str(cut))
-    pretrain("tiny", asked, str(store), str(cut))  # the evaluation without gain before the crash counts
+    pretrain_until(2, asked, str(store), str(cut))
+    pretrain(asked, store, cut)  # the evaluation without gain before the crash counts
     assert rows(cut) == before
 
 
@@ -632,12 +632,12 @@ def test_early_stop(store: Path, tmp_path: Path) -> None:
 )
 def test_a_run_goes_on_only_as_it_was_started(change: dict[str, Any], message: str, store: Path, whole: Path) -> None:
     with pytest.raises(UserError, match=message):
-        pretrain("tiny", config(**change), str(store), str(whole))
+        pretrain(config(**change), store, whole)
 
 
 def test_a_run_goes_on_only_with_its_seed(store: Path, whole: Path) -> None:
     with pytest.raises(UserError, match=rf"started with seed={SEED}"):
-        pretrain("tiny", replace(config(), seed=1), str(store), str(whole))
+        pretrain(replace(config(), seed=1), store, whole)
 
 
 @pytest.mark.parametrize(
@@ -653,13 +653,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=message):
-        pretrain("tiny", config(**change), str(store), str(tmp_path / "run"))
+        pretrain(config(**change), store, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_other_data_is_refused(document_store: Path, whole: Path) -> None:
     with pytest.raises(UserError, match="other data"):
-        pretrain("tiny", config(), str(document_store), str(whole))
+        pretrain(config(), document_store, whole)
 
 
 def test_a_lock_that_was_removed_before_it_was_taken_is_none(
@@ -674,7 +674,7 @@ def test_a_lock_that_was_removed_before_it_was_taken_is_none(
 
     monkeypatch.setattr(fcntl, "flock", late)
     with pytest.raises(UserError, match="in use by another process"):
-        pretrain("tiny", config(), str(store), str(out))
+        pretrain(config(), store, out)
 
 
 def test_loaded_run_has_its_step_and_vocabulary(whole: Path) -> None:
@@ -690,13 +690,12 @@ def test_init_from_a_run(store: Path, whole: Path, tmp_path: Path) -> None:
     initial = from_run(whole)
     out = tmp_path / "run"
     asked = config(optim={"max_steps": 1, "warmup_steps": 0, "lr": 1e-12}, runtime={"eval_samples": 20})
-    pretrain("tiny", asked, str(store), str(out), initial)
+    pretrain(asked, store, out, initial)
     start_loss = next(r for r in rows(out) if r["kind"] == "validation")["val_loss"]
     end_loss = [r for r in rows(whole) if r["kind"] == "validation"][-1]["val_loss"]
     assert start_loss == pytest.approx(end_loss, rel=1e-5)
     other = tmp_path / "roberta"  # the encoder carries over to another objective, the decoder does not
     pretrain(
-        "roberta_tiny",
         replace(asked, model=replace(asked.model, decoder="none", decoder_relative_bias=False)),
         str(store),
         str(other),
@@ -766,7 +765,7 @@ def test_a_trapezoid_can_be_prolonged_and_cooled_down_early(store: Path, tmp_pat
 
     def run(out: str, max_steps: int, cut: int | None = None, cooldown: int = 3) -> None:
         asked = config(optim={"max_steps": max_steps, "schedule": "trapezoid", "cooldown_steps": cooldown})
-        arguments = "tiny", asked, str(store), str(tmp_path / out)
+        arguments = asked, str(store), str(tmp_path / out)
         pretrain(*arguments) if cut is None else pretrain_until(cut, *arguments)
 
     run("short", 7)

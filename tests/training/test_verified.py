@@ -78,17 +78,17 @@ def test_a_shard_is_compared_once_and_again_when_it_was_touched(
 @pytest.mark.parametrize("started", [False, True])
 def test_a_flipped_bit_in_a_shard_is_noticed(started: bool, data: Path, tmp_path: Path) -> None:
     if started:
-        pretrain("tiny", SHORT, str(data), str(tmp_path / "run"))
+        pretrain(SHORT, data, tmp_path / "run")
     flip(data / "train-00000.arrow")
     with pytest.raises(UserError, match=r"train-00000\.arrow is damaged \(checksum\): copy the store again"):
-        pretrain("tiny", SHORT, str(data), str(tmp_path / "run"))
+        pretrain(SHORT, data, tmp_path / "run")
     assert (tmp_path / "run").exists() == started
 
 
 def test_an_edited_manifest_is_noticed(data: Path, tmp_path: Path) -> None:
     edit(data, seq_len=31)
     with pytest.raises(UserError, match=r"manifest\.json was changed after it was written \(checksum\)"):
-        pretrain("tiny", SHORT, str(data), str(tmp_path / "run"))
+        pretrain(SHORT, data, tmp_path / "run")
     edit(data, seq_len=32)
     assert TokenStore(data)
 
@@ -142,7 +142,7 @@ def test_a_disk_that_is_full_at_the_start_leaves_nothing(
     while True:
         full.left = free  # type: ignore[attr-defined]
         with pytest.raises(UserError, match="No space left on device") as refused:
-            pretrain("tiny", SHORT, str(store), str(tmp_path / "not" / "yet"))
+            pretrain(SHORT, store, tmp_path / "not" / "yet")
         if "metrics.jsonl: No space left" in str(refused.value):  # it is a run by then
             break
         assert str(refused.value).endswith("free some space, or choose another --out")
@@ -161,32 +161,32 @@ def test_a_backend_that_cannot_run_leaves_nothing(
         out.mkdir(parents=True)
     asked = config(runtime={"backend": BackendConfig(add_norm="triton")})
     with pytest.raises(UserError, match="add_norm: backend 'triton' cannot run"):
-        pretrain("tiny", asked, str(store), str(out))
+        pretrain(asked, store, out)
     assert [path.name for path in tmp_path.rglob("*")] == (["runs", "one"] if existed else [])
 
 
 def test_a_start_that_was_killed_before_it_was_a_run_is_started_again(store: Path, tmp_path: Path) -> None:
     (tmp_path / "verified.json.tmp").write_text("{")
     (tmp_path / ".lock").touch()
-    pretrain("tiny", SHORT, str(store), str(tmp_path))
+    pretrain(SHORT, store, tmp_path)
     with pytest.raises(UserError, match="is not a run"):
-        pretrain("tiny", SHORT, str(store), str(tmp_path / "checkpoints"))
+        pretrain(SHORT, store, tmp_path / "checkpoints")
 
 
 def test_going_on_in_another_precision_is_said(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two = config(optim={"max_steps": 2, "warmup_steps": 0}, runtime={"eval_samples": 5, "save_every": 1})
-    pretrain("tiny", two, str(store), str(tmp_path))
+    pretrain(two, store, tmp_path)
     for precision, said in (("fp32", 0), ("bf16", 1), ("bf16", 0)):
         shutil.rmtree(tmp_path / "checkpoints" / "step_2")
         capsys.readouterr()
         asked = config(**{"optim": vars(two.optim), "runtime": {**vars(two.runtime), "precision": precision}})
-        pretrain("tiny", asked, str(store), str(tmp_path))
+        pretrain(asked, store, tmp_path)
         assert capsys.readouterr().out.count("in bf16 from here on, until now in fp32") == said
 
 
 @pytest.mark.parametrize("text", ['{"x', "{}", "[1]", "\0"])
 def test_a_damaged_list_of_starts_is_one_line(text: str, store: Path, tmp_path: Path) -> None:
-    pretrain("tiny", SHORT, str(store), str(tmp_path))
+    pretrain(SHORT, store, tmp_path)
     (tmp_path / "env.json").write_text(text)
     with pytest.raises(UserError, match=r"env\.json is damaged; it is only a record of the run's starts: remove it$"):
-        pretrain("tiny", SHORT, str(store), str(tmp_path))
+        pretrain(SHORT, store, tmp_path)

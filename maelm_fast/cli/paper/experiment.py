@@ -7,7 +7,7 @@ not finished; see maelm_fast/paper/run.py for the files.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from maelm_fast.cli.common import option, parse
@@ -23,8 +23,8 @@ from maelm_fast.paper.cost import (
     rate_for,
     unit_cost,
 )
-from maelm_fast.paper.downstream import Files, assumed_tasks, find_tasks
-from maelm_fast.paper.plan import Cell, Plan, make_plan
+from maelm_fast.paper.downstream import assumed_tasks, find_tasks
+from maelm_fast.paper.plan import Plan, make_plan
 from maelm_fast.paper.report import FIGURE, REPORT, write_report
 from maelm_fast.paper.results import Results
 from maelm_fast.paper.run import is_store, manifests, place_data, run_dir, run_plan, store_path
@@ -84,7 +84,8 @@ def main(name: str, argv: list[str]) -> int:
         require_matplotlib()  # now, rather than after the training
         require(bool(data), f"--data is needed at scale {scale.name}: a token store, or text to make one of")
     plan = _with_tasks(plan, options, only_shown)
-    if data and (not only_shown or is_store(data) or _prepared(plan, out)):
+    prepared = all(is_store(str(store_path(out, corpus))) for corpus in plan.corpora)  # so it knows what is finished
+    if data and (not only_shown or is_store(data) or prepared):
         plan = place_data(plan, data, out)
     print("\n".join(_shown(plan, data, out)), flush=True)
     if only_shown:
@@ -105,28 +106,22 @@ def main(name: str, argv: list[str]) -> int:
     return 1 if results.errors() else 0
 
 
-def _prepared(plan: Plan, out: Path) -> bool:
-    """Whether the text's stores are made already: a plan then knows what is finished."""
-    return all(is_store(str(store_path(out, corpus))) for corpus in plan.corpora)
-
-
 def _with_tasks(plan: Plan, options: Options, only_shown: bool) -> Plan:
     """The plan with its downstream part. The paper's own scale is shown with it even if no data are given."""
     experiment, amount = plan.experiment, plan.scale.downstream
     if experiment.use == "nothing":
         require(not options.tasks, f"{experiment.name} has no downstream part: leave out --tasks")
-    files = {name: Files() for name in experiment.tasks}
+    files: dict[str, dict[str, list[str]]] = {}
     for split in ("train", "validation"):
         for given in getattr(options, split):
             name, _, paths = given.partition("=")
             require(bool(options.tasks), f"--{split} names files of a task: give --tasks too")
             require(bool(paths), f"--{split} takes TASK=FILE or TASK=FILE,FILE, not '{given}'")
-            require(name in files, f"--{split} {given}: {experiment.name} has no task '{name}': {', '.join(files)}")
-            require(
-                not getattr(files[name], split),
-                f"--{split} names {name} twice: give its files with commas between them",
-            )
-            files[name] = replace(files[name], **{split: tuple(paths.split(","))})
+            known = ", ".join(experiment.tasks)
+            require(name in experiment.tasks, f"--{split} {given}: {experiment.name} has no task '{name}': {known}")
+            twice = split in files.setdefault(name, {})
+            require(not twice, f"--{split} names {name} twice: give its files with commas between them")
+            files[name][split] = paths.split(",")
     if options.tasks:
         return plan.with_tasks(find_tasks(experiment.tasks, options.tasks, amount, experiment.one_task, files))
     if experiment.tasks and plan.scale.name == "full" and only_shown:
@@ -137,7 +132,7 @@ def _with_tasks(plan: Plan, options: Options, only_shown: bool) -> Plan:
 
 def _shown(plan: Plan, data: str | None, out: Path) -> Iterator[str]:
     """The plan in lines: every run with what it costs, and the sum of what is not finished."""
-    length = _mean_length(plan)
+    bytes_per_token, length = _store_means(plan)
     yield f"{plan.experiment.title}; scale {plan.scale.name}: {plan.scale.about}"
     yield f"data: {data or 'none given'}" + (", not prepared yet" if data and not plan.cells[0].data else "")
     yield f"{'run':42}{'seed':>5}{'steps':>11}{'tokens':>9}{'FLOP':>11}{'about':>10}"
@@ -146,10 +141,11 @@ def _shown(plan: Plan, data: str | None, out: Path) -> Iterator[str]:
     rate = rate_for(plan)
     everything, seconds = Cost(), 0.0
     for cell in plan.runs:
-        one, left = cost(cell, length), cost(cell, length, _steps_done(cell, results, out))
+        one, finished = cost(cell, length), cell.key not in unfinished
         everything += one
-        finished = cell.key not in unfinished
-        time = 0.0 if finished else left.flops / rate.flops_per_s[cell.row.setting]
+        pretrained = results.pretraining(cell) is not None
+        done = cell.config.optim.max_steps if pretrained else max(run_dir(out, cell).steps(), default=0)
+        time = 0.0 if finished else cost(cell, length, done).flops / rate.flops_per_s[cell.row.setting]
         seconds += time
         yield (
             f"{cell.row.title:42}{cell.config.seed:>5}{cell.config.optim.max_steps:>11,}{short_number(one.tokens):>9}"
@@ -166,27 +162,19 @@ def _shown(plan: Plan, data: str | None, out: Path) -> Iterator[str]:
         f"{everything.disk / 1e9:,.2f} GB of checkpoints; {len(unfinished)} unfinished, about {duration(seconds)}"
     )
     if plan.found is not None:
-        yield from _shown_units(plan, results, rate)
+        yield from _shown_units(plan, results, rate, bytes_per_token)
     yield f"rate: {rate.source}"
     for sentence in plan.missing:
         yield f"missing: {sentence}"
 
 
-def _steps_done(cell: Cell, results: Results, out: Path) -> int:
-    """By the newest checkpoint, unless the run is finished."""
-    if results.pretraining(cell) is not None:
-        return cell.config.optim.max_steps
-    return max(run_dir(out, cell).steps(), default=0)
-
-
-def _shown_units(plan: Plan, results: Results, rate: Rate) -> Iterator[str]:
+def _shown_units(plan: Plan, results: Results, rate: Rate, bytes_per_token: float) -> Iterator[str]:
     """Fine-tuning and prompting, a line for each task."""
     found = plan.found
     assert found is not None
     what = "prompting" if plan.experiment.use == "prompting" else "fine-tuning"
     yield f"{what}, tasks: {' '.join(found.sources) or 'none given, official sizes assumed'}"
     yield f"{'task':14}{'runs':>7}{'finished':>10}{'examples':>10}{'tokens':>9}{'FLOP':>11}{'about':>10}"
-    bytes_per_token = _bytes_per_token(plan)
     runs, left, seconds = 0, 0, 0.0
     for task in found.tasks:
         whole, mine, finished, time = Cost(), 0, 0, 0.0
@@ -207,20 +195,14 @@ def _shown_units(plan: Plan, results: Results, rate: Rate) -> Iterator[str]:
     yield f"{runs:,} {what} runs; {left:,} unfinished, about {duration(seconds)} at the rate of pretraining"
 
 
-def _bytes_per_token(plan: Plan) -> float:
-    """Of the corpus, once the plan is on token stores."""
+def _store_means(plan: Plan) -> tuple[float, float | None]:
+    """(bytes of a token, tokens of a training sample): on average over the token stores; assumed, and None, before the
+    plan is on some."""
     if not plan.cells[0].data:
-        return ASSUMED_BYTES_PER_TOKEN
+        return ASSUMED_BYTES_PER_TOKEN, None
     splits = [manifest.splits["train"] for manifest in manifests(plan).values()]
-    return sum(split.text_bytes for split in splits) / sum(split.tokens for split in splits)
-
-
-def _mean_length(plan: Plan) -> float | None:
-    """Tokens of a training sample, once the plan is on token stores."""
-    if not plan.cells[0].data:
-        return None
-    splits = [manifest.splits["train"] for manifest in manifests(plan).values()]
-    return sum(split.tokens for split in splits) / sum(split.samples for split in splits)
+    tokens = sum(split.tokens for split in splits)
+    return sum(split.text_bytes for split in splits) / tokens, tokens / sum(split.samples for split in splits)
 
 
 def duration(seconds: float) -> str:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maelm_fast.cli.common import option, parse
+from maelm_fast.cli.finetune import TaskOptions
 from maelm_fast.cli.paper.sweep import parse_model
-from maelm_fast.cli.tasks import TaskOptions
 from maelm_fast.config import require
+from maelm_fast.encoders import Engine
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, read_task
@@ -29,11 +30,12 @@ from maelm_fast.paper.prompting.fewshot import (
     FewShotConfig,
     base_config,
 )
+from maelm_fast.paper.prompting.plan import MODES, Mode, Plan, Question, make_question
 from maelm_fast.paper.prompting.report import REPORT, write_report
-from maelm_fast.paper.prompting.run import MODES, Mode, Plan, Question, check, load, make_question, run_plan
-from maelm_fast.paper.prompting.templates import TEMPLATES, template_for
-from maelm_fast.paper.prompting.tokens import Prompts, label_ids, shown
+from maelm_fast.paper.prompting.run import check, run_plan
+from maelm_fast.paper.prompting.templates import TEMPLATES, Prompts, label_ids, shown, template_for
 from maelm_fast.paper.sweep_report import PrintedRow
+from maelm_fast.paper.trials import load
 from maelm_fast.reporting import RESULTS
 from maelm_fast.stop import Stopped
 
@@ -95,7 +97,7 @@ class Options:
     """Tokens of an input; a longer one's texts are cut, its template stays."""
     limit: int | None = None
     """Test examples per split: a fixed pseudo-random subset."""
-    engine: Literal["auto", "packed", "transformers"] = option("auto", more=True)
+    engine: Engine = option("auto", more=True)
     """For Hugging Face directories: their own model (auto), or our kernels (packed)."""
     device: Literal["auto", "cpu", "cuda"] = option("auto", more=True)
     precision: Literal["auto", "bf16", "fp32"] = option("auto", more=True)
@@ -111,16 +113,13 @@ def main(argv: list[str]) -> int:
         return 0
     about = check(plan)
     out, printed = options.out, {mode: _printed(mode) for mode in plan.modes}
-    stopped = None
     try:
         run_plan(plan, out, _progress())
-    except Stopped as stop:
-        stopped = stop
-    print("\n" + write_report(plan, out, about, printed) + "\n")
-    print(f"{out / REPORT}, {RESULTS}")
-    if stopped is not None:
+    except Stopped:
+        print(f"\n{write_report(plan, out, about, printed)}\n\n{out / REPORT}, {RESULTS}")
         print("stopped; the same command resumes")
-        raise stopped
+        raise
+    print(f"\n{write_report(plan, out, about, printed)}\n\n{out / REPORT}, {RESULTS}")
     return 0
 
 
@@ -155,10 +154,10 @@ def _plan(options: Options, own: TaskOptions) -> Plan:
     base = base_config(
         dropout=options.dropout, max_length=options.max_length, device=options.device, precision=options.precision
     )
-    models = tuple(parse_model(text) for text in options.model)
+    models = tuple(parse_model(text, options.engine) for text in options.model)
     seeds = (*SPLIT_SEEDS, *range(101, 101 + options.splits))[: options.splits]
     questions = tuple(_question(task, options, own) for task in chosen)
-    return Plan(models, questions, modes, few, seeds, base, options.engine)
+    return Plan(models, questions, modes, few, seeds, base)
 
 
 def _modes(text: str) -> tuple[Mode, ...]:
@@ -200,7 +199,7 @@ def _printed(mode: Mode) -> list[PrintedRow]:
 def _show(plan: Plan, count: int) -> None:
     """Per model and task the tokens, special ones included, of the first test examples."""
     for model in plan.models:
-        lm = load(plan, model)
+        lm = load(model, plan.base)
         for question in plan.questions:
             task, template = question.data.task, question.template
             ids = label_ids(lm.tokenizer, template, len(task.text_columns))

@@ -14,20 +14,23 @@ from pathlib import Path
 from typing import Literal
 
 from maelm_fast.cli.common import option, parse
+from maelm_fast.cli.finetune import TaskOptions
 from maelm_fast.cli.paper.experiment import duration
-from maelm_fast.cli.tasks import TaskOptions
 from maelm_fast.config import require
+from maelm_fast.encoders import Engine
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import read_task
+from maelm_fast.finetuning.fingerprint import Origin
 from maelm_fast.finetuning.metrics import baselines
 from maelm_fast.finetuning.tasks import TASKS, Task
 from maelm_fast.paper import grids, printed
 from maelm_fast.paper.catalogue import GLUE
-from maelm_fast.paper.sweep import Model, Sweep, estimate, make_model, make_sweep, read_done, run_sweep
+from maelm_fast.paper.sweep import AfterRun, Sweep, estimate, make_sweep, read_done, run_sweep
 from maelm_fast.paper.sweep_report import PICTURE, REPORT, draw, write_tables
 from maelm_fast.reporting import RESULTS
 from maelm_fast.stop import Stopped
+from maelm_fast.training.rundir import RunDir
 
 PAPER = {"base": (printed.TABLE_1, 0), "base++": (printed.TABLE_1, 1), "large++": (printed.TABLE_6, 0)}
 
@@ -70,7 +73,7 @@ class Options:
     """Processes, each with one GPU in turn, or its share of the CPU threads."""
     limit: int | None = option(None, more=True)
     """Training examples per task: a fixed pseudo-random subset."""
-    engine: Literal["auto", "packed", "transformers"] = option("auto", more=True)
+    engine: Engine = option("auto", more=True)
     """For Hugging Face directories: their own model (auto), or our kernels (packed)."""
     device: Literal["auto", "cpu", "cuda"] = option("auto", more=True)
     precision: Literal["auto", "bf16", "fp32"] = option("auto", more=True)
@@ -91,26 +94,20 @@ def main(argv: list[str]) -> int:
     if options.plan:
         return 0
     rows = _printed(options.paper) if options.paper else []
-    references = {search.data.task.name: baselines(search.data) for search in sweep.searches}
-    places = {search.data.task.name: _data_options(search.data.task, options, own) for search in sweep.searches}
+    references = {data.task.name: baselines(data) for data in sweep.tasks}
+    places = {data.task.name: _data_options(data.task, options, own) for data in sweep.tasks}
     tables = partial(write_tables, printed=rows, baselines=references, data_options=places)
-    stopped = None
     try:
         run_sweep(sweep, out, options.workers, tables)
-    except Stopped as stop:
-        stopped = stop
-    finally:
-        if out.exists():
-            tables(sweep, out)
-    if (out / REPORT).exists():  # not if it was stopped before anything began
-        _finish(sweep, out)
-    done = read_done(out)
-    if stopped is not None:
-        left = len(done.unfinished(sweep))
+    except Stopped:
+        _finish(sweep, out, tables)
+        left = len(read_done(out).unfinished(sweep))
         print(f"stopped with {left} of {len(sweep.runs)} runs unfinished; the same command resumes")
-        raise stopped
-    if failed := [run for run in sweep.runs if run.key in done.errors]:
-        print(f"{len(failed)} of {len(sweep.runs)} runs failed; the same command tries them again")
+        raise
+    _finish(sweep, out, tables)
+    done = read_done(out)
+    if failed := sum(run.key in done.errors for run in sweep.runs):
+        print(f"{failed} of {len(sweep.runs)} runs failed; the same command tries them again")
         return 1
     return 0
 
@@ -119,14 +116,15 @@ def _sweep(options: Options, own: TaskOptions) -> Sweep:
     require(bool(options.model or options.random_init), "--model is needed: a run directory or a Hugging Face one")
     grid = grids.get(options.grid)
     chosen = own.chosen(options.tasks, GLUE)
-    models = [parse_model(text) for text in options.model] + [parse_model(text, True) for text in options.random_init]
+    models = [parse_model(text, options.engine) for text in options.model]
+    models += [parse_model(text, options.engine, random_init=True) for text in options.random_init]
     base = FinetuneConfig(
         device=options.device, precision=options.precision, micro_batch_tokens=options.micro_batch_tokens
     )
     for task in chosen:  # before the data is read, which may take long
         grid.cells(task, base)
     data = [read_task(task, _place(task, options.data), own.train, own.validation, options.limit) for task in chosen]
-    return make_sweep(grid, models, data, options.seeds, options.budget, options.engine, base)
+    return make_sweep(grid, models, data, options.seeds, options.budget, base)
 
 
 def _place(task: Task, places: Sequence[str]) -> str:
@@ -145,8 +143,9 @@ def _data_options(task: Task, options: Options, own: TaskOptions) -> str:
     return shlex.join(words)
 
 
-def parse_model(text: str, random_init: bool = False) -> Model:
-    """ "LABEL=DIR@STEP"; a directory whose name has these signs in it is taken as it is."""
+def parse_model(text: str, engine: Engine, random_init: bool = False) -> Origin:
+    """ "LABEL=DIR@STEP"; a directory whose name has these signs in it is taken as it is. engine: of one that is no run
+    of ours."""
     label, path, step = "", text, None
     if not Path(path).exists() and "=" in path:
         label, path = path.split("=", 1)
@@ -158,7 +157,7 @@ def parse_model(text: str, random_init: bool = False) -> Model:
     if not label:
         label = Path(path).resolve().name + (f" at {step:,}" if step is not None else "")
         label += ", random init" if random_init else ""
-    return make_model(label, path, step, random_init)
+    return Origin.of(path, step, "auto" if RunDir(path).exists else engine, random_init, label)
 
 
 def _printed(setting: str) -> list[tuple[str, dict[str, str]]]:
@@ -175,19 +174,17 @@ def _planned(sweep: Sweep, out: Path) -> Iterator[str]:
         step = "" if model.step is None else f", step {model.step:,}"
         yield f"model {model.label}: {model.path}{step}{', random weights' if model.random_init else ''}"
     yield f"{'task':14}{'cells':>14}{'seeds':>7}{'runs':>7}{'finished':>10}  searched"
-    for search in sweep.searches:
-        runs = [run for run in sweep.runs if run.search is search]
-        cells = f"{len(search.cells)} of {search.grid_size}"
+    for data in sweep.tasks:
+        task, runs = data.task, [run for run in sweep.runs if run.data is data]
+        cells = f"{len(sweep.cells[task.name])} of {sweep.grid.size(task)}"
         searched = ", ".join(
             f"{name} {'/'.join(grids.shown(value) for value in values)}"
-            for name, values in sweep.grid.values(search.data.task).items()
+            for name, values in sweep.grid.values(task).items()
             if len(values) > 1
         )
         finished = sum(run.key not in waiting for run in runs)
-        counts = f"{cells:>14}{sweep.seeds:>7}{len(runs):>7}{finished:>10}"
-        yield f"{search.data.task.title:14}{counts}  {searched or 'nothing'}"
-        for note in search.data.notes:
-            yield f"    {note}"
+        yield f"{task.title:14}{cells:>14}{sweep.seeds:>7}{len(runs):>7}{finished:>10}  {searched or 'nothing'}"
+        yield from (f"    {note}" for note in data.notes)
     seconds, unknown = estimate(sweep, done)
     if len(waiting) == len(sweep.runs):
         time = "no estimate before a run is finished"
@@ -197,8 +194,11 @@ def _planned(sweep: Sweep, out: Path) -> Iterator[str]:
     yield f"{len(sweep.runs)} runs, {len(waiting)} unfinished" + (f": {time}" if waiting else "")
 
 
-def _finish(sweep: Sweep, out: Path) -> None:
-    """The picture, and where everything is."""
+def _finish(sweep: Sweep, out: Path, tables: AfterRun) -> None:
+    """The report, the picture, and where everything is; nothing if it was stopped before anything began."""
+    if not out.exists():
+        return
+    tables(sweep, out)
     text = (out / REPORT).read_text(encoding="utf-8")
     print("\n" + text.split("## Results", 1)[1].split("## Best cells", 1)[0].strip() + "\n")
     written = f"written: {out / REPORT}, {RESULTS}"

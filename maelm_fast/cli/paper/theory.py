@@ -9,8 +9,7 @@ from maelm_fast.analysis.effective_rank import TAU, check_taus
 from maelm_fast.cli.common import option, parse
 from maelm_fast.config import require
 from maelm_fast.data.token_store import TokenStore
-from maelm_fast.paper.theory import REPORT_FILE, TheoryReport, theory_report
-from maelm_fast.paper.theory_plot import plot_theory
+from maelm_fast.paper.theory import REPORT_FILE, TheoryReport, plot_theory, theory_report
 from maelm_fast.reporting import require_matplotlib
 from maelm_fast.training.hardware import choose_device
 from maelm_fast.training.rundir import RunDir, load_run

@@ -19,12 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from maelm_fast.encoders import TextEncoder, TokenBatch, to_device
-from maelm_fast.finetuning.batches import token_batch
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import TaskData
-from maelm_fast.finetuning.problem import SentenceProblem
-from maelm_fast.paper.prompting.templates import Template
-from maelm_fast.paper.prompting.tokens import Prompts, label_ids
+from maelm_fast.finetuning.problem import SentenceProblem, token_batch
+from maelm_fast.paper.prompting.templates import Prompts, Template, label_ids
 
 
 class ClozeModel(nn.Module):
