@@ -15,10 +15,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import maelm_fast
-from benchmarks.accumulation import first_update, padded, small_roberta, texts, trained
 from maelm_fast.errors import UserError
 from maelm_fast.integrations.transformers.patch import patch, unpatch
 from tests.integrations.encoders import batch_of, config_of, gradients, model_of
+from tests.integrations.trainer import first_update, padded, small_roberta, texts, trained
 
 WORDS = "time year people way day man thing woman life child world school state family student".split()
 
@@ -33,6 +33,9 @@ def test_trainer_makes_the_same_update_of_one_batch_and_of_four_accumulated_ones
     (loss, norm), *others = map(first_update, runs)
     for other in others:
         assert other == pytest.approx((loss, norm), rel=1e-4)
+    as_it_comes = first_update(trained(small_roberta(), 4, 4, 1))  # docs/integrations.md has these numbers
+    assert as_it_comes == pytest.approx((21.2007, 6.6429), rel=1e-3)
+    assert (loss, norm) == pytest.approx((5.3044, 1.6288), rel=1e-3)
     for one, *rest in zip(*(parameters(run.model) for run in runs), strict=True):
         for x in rest:
             torch.testing.assert_close(x, one, rtol=0.0, atol=2e-5)  # Adam's steps are 1e-3

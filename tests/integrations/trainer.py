@@ -1,11 +1,8 @@
-"""Gradient accumulation in Hugging Face's Trainer: loss and norm of the gradient of the same 16 texts, as one batch and
-as four accumulated ones, of a RoBERTa as it comes and of a patched one.
+"""Hugging Face's Trainer on a small RoBERTa and 64 made-up texts.
 
-    python -m benchmarks.accumulation
-
-Trainer leaves the division to models whose forward takes any keyword, and gives them `num_items_in_batch` for it. The
-encoders of transformers 5 take it and drop it (transformers#47688): loss and gradient are then the sum of four means.
-Seconds on a CPU; no goal and no rows: it is right or wrong.
+Trainer leaves the division of accumulated losses to models whose forward takes any keyword, and gives them
+`num_items_in_batch` for it. The encoders of transformers 5 take it and drop it (transformers#47688): loss and gradient
+are then the sum of the batches' means.
 """
 
 from __future__ import annotations
@@ -15,8 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-
-from maelm_fast.integrations.transformers.patch import patch
 
 TEXTS, LONGEST, VOCAB, PAD, MASK, IGNORED = 64, 60, 200, 1, 4, -100
 
@@ -90,15 +85,3 @@ def first_update(trainer: Any) -> tuple[float, float]:
     """Loss and norm of the gradient."""
     (record,) = [record for record in trainer.state.log_history if record.get("step") == 1 and "grad_norm" in record]
     return record["loss"], record["grad_norm"]
-
-
-def main() -> None:
-    print(f"{'':10}{'batches':>10}{'loss':>12}{'norm of the gradient':>24}")
-    for name, made in (("stock", small_roberta), ("patched", lambda: patch(small_roberta()))):
-        for batch, accumulated in ((16, 1), (4, 4)):
-            loss, norm = first_update(trained(made(), batch, accumulated, updates=1))
-            print(f"{name:10}{f'{accumulated} of {batch}':>10}{loss:12.4f}{norm:24.4f}")
-
-
-if __name__ == "__main__":
-    main()
