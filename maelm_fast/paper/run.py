@@ -160,8 +160,10 @@ class _Worker(Worker[Part]):
 
     def do(self, part: Part, stop: StopSignals) -> dict[str, Any]:
         cell, run = part.cell, part.run
-        if part.stage == PRETRAINING:
+        # Finished, yet not there: the ledger came without its runs.
+        if part.stage == PRETRAINING or cell.config.optim.max_steps not in run.steps():
             pretrain(cell.config, cell.data, run.path)
+        if part.stage == PRETRAINING:
             return pretraining_result(run)
         for step in cell.rank_steps:
             if part.stage == rank_stage(step):

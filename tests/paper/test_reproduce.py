@@ -116,6 +116,18 @@ def test_killed_between_pretraining_and_measurement(
     assert [row["stage"] for row in Ledger(tmp_path).rows()] == [PRETRAINING, f"rank at {UPDATES}"]
 
 
+def test_a_ledger_without_its_runs_is_pretrained_again_for_what_is_left(store: Path, tmp_path: Path) -> None:
+    whole, copy = tmp_path / "whole", tmp_path / "copy"
+    assert main(command("fig1", store, whole)) == 0
+    pretrained, ranks = Ledger(whole).rows()
+    copy.mkdir()
+    Ledger(copy).append(pretrained)
+    assert main(command("fig1", store, copy)) == 0
+    assert [(row["stage"], row["result"]) for row in Ledger(copy).rows()] == [
+        (row["stage"], row["result"]) for row in (pretrained, ranks)
+    ]
+
+
 def test_a_signal_saves_and_the_same_command_goes_on(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
