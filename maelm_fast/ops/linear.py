@@ -54,7 +54,9 @@ def native_reasons(op: str, x: Tensor, weight: Tensor, *others: Tensor | None) -
     if not _FAST:
         return ["this CPU lacks AVX-512 BF16, or has AMX, with which PyTorch is faster"]
     found = []
-    dtypes = {compute_dtype(x), *(t.dtype for t in parameters if t.dtype != torch.float32)}
+    if (dtype := compute_dtype(x)) == torch.float32:  # at every call of an fp32 run: the shortest way
+        return ["products in float32 (it computes in bf16)"]
+    dtypes = {dtype, *(t.dtype for t in parameters if t.dtype != torch.float32)}
     if dtypes != {torch.bfloat16}:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         found.append(f"products in {names} (it computes in bf16)")
