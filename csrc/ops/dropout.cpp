@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "cpu.h"
 #include "vec.h"
 
 namespace maelm {
@@ -115,10 +116,12 @@ MAELM_AVX512 MAELM_INLINE int kept_halves(__m512i halves, __m512i limit) {
   return static_cast<int>(_mm512_cmpge_epu16_mask(halves, limit));
 }
 
-// A bit for each of 128 keys that is kept. Of 32 columns, a 128-bit lane, word k decides about the keys 8 k to 8 k + 7 in
-// their order; so each word's bits are whole bytes, and it is those that are put in order.
-MAELM_AVX512 void draw_128(uint8_t* bits, uint32_t group, uint32_t row, uint32_t place, uint32_t part, uint64_t seed,
-                           uint32_t threshold) {
+// Sixteen blocks, word by word.
+struct Blocks {
+  __m512i word[4];
+};
+
+MAELM_AVX512 MAELM_INLINE Blocks philox_16(uint32_t group, uint32_t row, uint32_t place, uint32_t part, uint64_t seed) {
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   __m512i c0 = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(group)), lanes);
   __m512i c1 = _mm512_set1_epi32(static_cast<int>(row)), c2 = _mm512_set1_epi32(static_cast<int>(place));
@@ -134,11 +137,35 @@ MAELM_AVX512 void draw_128(uint8_t* bits, uint32_t group, uint32_t row, uint32_t
     k0 += kPhiloxWeyl0;
     k1 += kPhiloxWeyl1;
   }
+  return {{c0, c1, c2, c3}};
+}
+
+// A bit for each of 128 keys that is kept. Of 32 columns, a 128-bit lane, word k decides about the keys 8 k to 8 k + 7 in
+// their order; so each word's bits are whole bytes, and it is those that are put in order.
+MAELM_AVX512 void draw_128(uint8_t* bits, uint32_t group, uint32_t row, uint32_t place, uint32_t part, uint64_t seed,
+                           uint32_t threshold) {
+  const Blocks c = philox_16(group, row, place, part, seed);
   const __m512i limit = _mm512_set1_epi16(static_cast<int16_t>(threshold));
   const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  const __m128i bytes = _mm_setr_epi32(kept_halves(c0, limit), kept_halves(c1, limit), kept_halves(c2, limit),
-                                       kept_halves(c3, limit));
+  const __m128i bytes = _mm_setr_epi32(kept_halves(c.word[0], limit), kept_halves(c.word[1], limit),
+                                       kept_halves(c.word[2], limit), kept_halves(c.word[3], limit));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(bits), _mm_shuffle_epi8(bytes, order));
+}
+
+// draw_64 for 128 columns.
+MAELM_AVX512 void draw_wide(uint8_t* bytes, uint32_t group, uint32_t row, uint32_t place, uint32_t part, uint64_t seed,
+                            uint32_t threshold) {
+  const Blocks c = philox_16(group, row, place, part, seed);
+  const __m512i limit = _mm512_set1_epi16(static_cast<int16_t>(threshold));
+  __m512i kept[4];
+  for (int word = 0; word < 4; ++word) kept[word] = _mm512_movm_epi16(_mm512_cmpge_epu16_mask(c.word[word], limit));
+  const __m512i words02 = _mm512_packs_epi16(kept[0], kept[2]), words13 = _mm512_packs_epi16(kept[1], kept[3]);
+  const __m512i words01 = _mm512_unpacklo_epi16(words02, words13), words23 = _mm512_unpackhi_epi16(words02, words13);
+  const __m512i front = _mm512_unpacklo_epi32(words01, words23);  // blocks 0, 1 | 4, 5 | 8, 9 | 12, 13
+  const __m512i back = _mm512_unpackhi_epi32(words01, words23);   // blocks 2, 3 | 6, 7 | 10, 11 | 14, 15
+  const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), four = _mm512_set1_epi64(4);
+  _mm512_storeu_si512(bytes, _mm512_permutex2var_epi64(front, low, back));
+  _mm512_storeu_si512(bytes + 64, _mm512_permutex2var_epi64(front, _mm512_add_epi64(low, four), back));
 }
 #endif
 
@@ -161,7 +188,16 @@ void Dropout::draw(uint8_t* bytes, int64_t row, int64_t width, int64_t part, int
     std::memset(bytes, 0, buffer_size(width));
     return;
   }
-  for (int64_t column = 0; column < width; column += 64) {
+  int64_t column = 0;
+#ifdef __x86_64__
+  if (has_avx512()) {
+    for (; column + 64 < width; column += 128) {
+      draw_wide(bytes + column, static_cast<uint32_t>((first + column) / kDropoutLanes), static_cast<uint32_t>(row),
+                place_, static_cast<uint32_t>(part), seed_, threshold_);
+    }
+  }
+#endif
+  for (; column < width; column += 64) {
     draw_64(bytes + column, static_cast<uint32_t>((first + column) / kDropoutLanes), static_cast<uint32_t>(row), place_,
             static_cast<uint32_t>(part), seed_, threshold_);
   }

@@ -53,7 +53,12 @@ MAELM_INLINE Step load(const BFloat16* p) {
   if constexpr (sizeof(Step) == 4) {
     return bits<float>(static_cast<uint32_t>(read<uint16_t>(p)) << 16);
   } else {
+#ifdef __AVX2__  // GCC widens halves of it
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return bits<Vec>(_mm256_slli_epi32(wide, 16));
+#else
     return bits<Vec>(__builtin_convertvector(read<HalfVec>(p), WordVec) << 16);
+#endif
   }
 }
 
@@ -110,7 +115,12 @@ MAELM_INLINE Step keep(Step value, const uint8_t* bytes) {
   if constexpr (sizeof(Step) == 4) {
     return *bytes ? value : 0.0f;
   } else {
-    return bits<Vec>(bits<WordVec>(value) & bits<WordVec>(__builtin_convertvector(read<ByteVec>(bytes), IntVec)));
+#ifdef __AVX2__  // GCC takes the bytes one by one
+    const IntVec wide = (IntVec)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
+#else
+    const IntVec wide = __builtin_convertvector(read<ByteVec>(bytes), IntVec);
+#endif
+    return bits<Vec>(bits<WordVec>(value) & bits<WordVec>(wide));
   }
 }
 
