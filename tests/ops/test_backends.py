@@ -31,7 +31,7 @@ ALTERNATIVES = {
     "embed_packed": ("triton", "native"),
     "attention": ("triton", "native", "grouped"),
     "add_norm": ("triton", "native"),
-    "linear": (),
+    "linear": ("triton",),
     "feed_forward": ("triton",),
     "scatter_to_decoder": ("native",),
     "masked_cross_entropy": ("triton", "chunked"),
