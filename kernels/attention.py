@@ -191,12 +191,12 @@ def attention_bwd(
     bounded: bool = False,
     *,
     gradients: Sequence[Tensor],
-) -> tuple[Tensor | None, Tensor]:
+    summed: bool,
+) -> tuple[Tensor | None, Tensor | None]:
     """Writes gradients of q, k and v into `gradients`, whose heads lie side by side; k's and v's with equal strides.
     Returns the line's, (H, 2R+1) fp32 by distance from -R to R, whose ends hold all that lies beyond too, None unless
-    asked for; and the sums over the rows of q's, k's and v's, (3, H, D) fp32. k's are zeros: what is added to every key
-    changes no weight. With grad_lse, which that does change, they are not its sums. The same in every run on a device
-    of the same size."""
+    asked for; and, if `summed`, without grad_lse, the sums over the rows of q's, k's and v's, (3, H, D) fp32, of which
+    k's are zeros: what is added to every key changes no weight. The same in every run on a device of the same size."""
     q, k, v = (by_rows(t) for t in (q, k, v))
     grad_out, out = grad_out.contiguous(), out.contiguous()
     grad_lse = grad_lse.contiguous() if grad_lse is not None else None
@@ -208,8 +208,11 @@ def attention_bwd(
     layout = (packed.q_starts, packed.k_starts, packed.q_positions, packed.k_positions, line, seed if dropout else None)
     strides, numbers = _strides(q, k, v), (scale * LOG2E.value, place, *dropout_numbers(dropout_p), _positions(line))
     programs = _programs(q.device, q_tiles, heads, tiles) if line_gradient else q_tiles
-    q_sums = torch.empty((q_tiles, heads, dim), dtype=torch.float32, device=q.device)
-    v_sums = torch.empty((k_tiles, heads, dim), dtype=torch.float32, device=q.device)
+    q_sums = v_sums = None
+    if summed:
+        q_sums, v_sums = (
+            torch.empty((count, heads, dim), dtype=torch.float32, device=q.device) for count in (q_tiles, k_tiles)
+        )
     band = None
     if line_gradient:
         band = torch.zeros((heads, programs, tiles.dq.own, 2 * reach + 1), dtype=torch.float32, device=q.device)
@@ -236,11 +239,7 @@ def attention_bwd(
                 *(tokens, *strides, grad_k.stride(0), *numbers),
                 **launch,
             )
-    sums = torch.zeros((3, heads, dim), dtype=torch.float32, device=q.device)
-    of_q, _, of_v = sums.unbind()
-    torch.sum(q_sums, 0, out=of_q)
-    torch.sum(v_sums, 0, out=of_v)
-    return _line_gradient(band) if band is not None else None, sums
+    return _line_gradient(band) if band is not None else None, _sums(q_sums, v_sums)
 
 
 def _line_gradient(band: Tensor) -> Tensor:
@@ -249,6 +248,17 @@ def _line_gradient(band: Tensor) -> Tensor:
     others, last = line.split([line.shape[1] - 1, 1], dim=1)
     last.sub_(others.sum(1, keepdim=True))
     return line
+
+
+def _sums(q_sums: Tensor | None, v_sums: Tensor | None) -> Tensor | None:
+    """(3, H, D) from the tiles' sums of q's gradient and of v's, (tiles, H, D) each."""
+    if q_sums is None or v_sums is None:
+        return None
+    sums = q_sums.new_zeros((3, *q_sums.shape[1:]))
+    of_q, _, of_v = sums.unbind()
+    torch.sum(q_sums, 0, out=of_q)
+    torch.sum(v_sums, 0, out=of_v)
+    return sums
 
 
 def _strides(*tensors: Tensor) -> list[int]:

@@ -7,7 +7,6 @@ addresses, so only where PyTorch runs eagerly (CUDA graphs of that too); what to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,34 +30,25 @@ class _Unstack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = _together(gradients)
-        sums = [found[None] for found in map(row_sums_of, gradients) if found is not None]
+        whole = gradients[0] if len(gradients) == 1 else stack_of(*gradients)
+        gradient = (torch.stack(gradients, 1) if whole is None else whole).flatten(1)
+        sums = [found.flatten() for found in map(row_sums_of, gradients) if found is not None]
         if len(sums) == len(gradients):
-            keep_row_sums(gradient, _together(sums)[0])
+            keep_row_sums(gradient, torch.cat(sums))
         return gradient, None, None, None
-
-
-def _together(parts: Sequence[Tensor]) -> Tensor:
-    """(T, n * H * D) from n of (T, H, D)."""
-    if len(parts) == 1:
-        return parts[0].flatten(1)
-    whole = stack_of(*parts)
-    return (torch.stack(list(parts), 1) if whole is None else whole).flatten(1)
 
 
 def stack_of(*tensors: Tensor) -> Tensor | None:
     """torch.stack(tensors, 1) without a copy, if they lie so in memory: each (T, H, D), from one (T, n, H, D)."""
-    first, size = tensors[0], tensors[0][:1].numel()
-    strides = (len(tensors) * size, first.shape[-1], 1)
-    told = 1 if len(first) == 1 else 0  # a single row's stride means nothing
+    first = tensors[0]
+    rows, heads, width = shape = first.shape
+    size, dtype, start, storage = heads * width, first.dtype, first.storage_offset(), first.untyped_storage()._cdata
+    strides = (len(tensors) * size, width, 1)
     for i, tensor in enumerate(tensors):
-        same = tensor.shape == first.shape and tensor.dtype == first.dtype
-        same = same and tensor.stride()[told:] == strides[told:]
-        beside = same and tensor.storage_offset() == first.storage_offset() + i * size
-        if not beside or tensor.untyped_storage()._cdata != first.untyped_storage()._cdata:
+        same = tensor.shape == shape and tensor.dtype == dtype and tensor.stride() == strides
+        if not same or tensor.storage_offset() != start + i * size or tensor.untyped_storage()._cdata != storage:
             return None
-    shape = (first.shape[0], len(tensors), *first.shape[1:])
-    return first.as_strided(shape, (strides[0], size, *strides[1:]))
+    return first.as_strided((rows, len(tensors), heads, width), (strides[0], size, width, 1))
 
 
 def stacked_of(q: Tensor, k: Tensor, v: Tensor) -> int:
