@@ -26,7 +26,7 @@ from maelm_fast import ops
 # In this order, the first that is found in a name. Kernels of a product with attention in their names are attention's.
 PATTERNS = {
     "optimizer": r"optimizer\.|adam|_foreach_|multi_tensor_apply|vector_norm|clip_grad",
-    "loss": r"cross_?entropy|log_?softmax|nll_?loss",
+    "loss": r"cross_?entropy|log_?softmax|nll_?loss|loss_rows",
     "attention": r"attention|attn|sdpa|flash_(fwd|bwd)|fmha|softmax|bmm|keep_weights|spread_?line",
     "gemm": r"(add|::|_)mm(_|\b)|addmm|\bmmbackward|(::|_)linear|linearbackward|feed_forward_native"
     r"|gem[mv]|cutlass|nvjet|xmma|cublas",
