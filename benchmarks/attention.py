@@ -8,6 +8,7 @@
    the case is timed. At the size that is timed, what computes the same as ours must agree with ours, or it is skipped.
 2. Time: A B C A B C ...; by events on a GPU, the L2 cache flushed between calls. The backward pass alone walks a kept
    graph again and again. A ratio is the median of the rounds' ratios to the yardstick, with quartiles.
+   Ours also runs with other tiles that may be faster, those of kernels/attention_tiles.py's CANDIDATES.
 3. TFLOP/s count 4 head_dim per pair and head forward, 2.5 times that backward, whatever a kernel recomputes.
 
 Each phase's rows are written before the next begins. Who fails, wherever, has a row with the reason, and the others go
@@ -49,6 +50,7 @@ from benchmarks.rows import Row
 from maelm_fast import ops
 from maelm_fast.batch import layout_of
 from maelm_fast.errors import UserError
+from maelm_fast.kernels import attention_tiles
 from maelm_fast.ops import AttentionLayout, PositionBias
 from maelm_fast.ops.attention_backends import flex, triton
 
@@ -61,6 +63,7 @@ CONTESTANTS = {
     "cpu": {"ours": "native", "grouped": "grouped", "reference": "reference", "sdpa": "sdpa"},
     "cuda": {
         "ours": "triton",
+        **{f"ours, {candidate}": "triton" for candidate in attention_tiles.CANDIDATES},
         "torch varlen": "torch",
         "flash-attn": "flash",
         "flex": "flex",
@@ -172,7 +175,7 @@ class Work:
 class Contestant:
     """forward: a differentiable output. wanted: what the backward pass differentiates by, queries, keys and values
     first. packed: an output, or a gradient of these three, as (T, heads, head_dim). same: computes what ours does.
-    once: makes what layers share, where there is such a thing."""
+    once: makes what layers share, where there is such a thing. within: what holds while it runs."""
 
     name: str
     backend: str
@@ -182,11 +185,13 @@ class Contestant:
     packed: Callable[[Tensor], Tensor]
     same: bool = True
     once: Call | None = None
+    within: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def results(self) -> list[Tensor]:
         """Output and gradients, of the packed shape; the line's last, where it is among them."""
-        out = self.forward()
-        grads = torch.autograd.grad(out, self.wanted, self.upstream)
+        with self.within():
+            out = self.forward()
+            grads = torch.autograd.grad(out, self.wanted, self.upstream)
         packed = [self.packed(x.detach()) for x in (out, *grads[:3])]
         return packed + [g for g in grads[3:] if g.dim() == 2]  # SDPA has the written-out bias's, not the line's
 
@@ -204,7 +209,12 @@ class Contestant:
         def both() -> Any:
             return torch.autograd.grad(self.forward(), self.wanted, self.upstream)
 
-        return {"fwd": forward, "bwd": backward, "fwd+bwd": both, "once": self.once or forward}[phase]
+        def run() -> Any:
+            with self.within():
+                return chosen()
+
+        chosen = {"fwd": forward, "bwd": backward, "fwd+bwd": both, "once": self.once or forward}[phase]
+        return run
 
 
 def contestant(name: str, backend: str, work: Work) -> Contestant:
@@ -215,13 +225,15 @@ def contestant(name: str, backend: str, work: Work) -> Contestant:
     line = None if plain else work.line
     # Our kernel's lookup is made once for all layers. What grouped writes out belongs to one graph: new at every call.
     kept = work.bias() if backend == "triton" else None
+    candidate = name.removeprefix("ours, ") if name.startswith("ours, ") else None
+    layout = AttentionLayout(work.layout.queries, work.layout.keys) if candidate else work.layout
 
     def forward() -> Tensor:
         return ops.attention(
             work.q,
             work.k,
             work.v,
-            work.layout,
+            layout,
             None if plain else kept or work.bias(),
             dropout_p=0.0 if plain else work.dropout,
             seed=work.seed,
@@ -234,7 +246,8 @@ def contestant(name: str, backend: str, work: Work) -> Contestant:
         "triton": None if line is None else lambda: triton.lookup_of(PositionBias(line, work.positions)),
         "flex": lambda: flex.block_mask(work.layout.queries, work.layout.keys),
     }
-    return Contestant(name, backend, forward, wanted, work.upstream, lambda x: x, same, shared.get(backend))
+    within = partial(attention_tiles.trying, candidate) if candidate else contextlib.nullcontext
+    return Contestant(name, backend, forward, wanted, work.upstream, lambda x: x, same, shared.get(backend), within)
 
 
 def padded_sdpa(name: str, backend: str, work: Work) -> Contestant:

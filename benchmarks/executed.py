@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from maelm_fast.kernels import attention_tiles
 
 KINDS = {
     "products": ("mma", "ldmatrix"),
@@ -40,10 +43,13 @@ class Case:
     bias: bool = False
     twice: bool = False
     """Whether add_norm's result is read twice."""
+    candidate: str = ""
+    """Of attention's tiles; of its kernels those count that it changes."""
 
 
 CASES = [
     *(Case("attention", "12 heads of 64", dropout, bias) for bias in (False, True) for dropout in (False, True)),
+    *(Case("attention", f"12 heads of 64, {name}", True, True, candidate=name) for name in attention_tiles.CANDIDATES),
     Case("add_norm", "width 768", dropout=True),
     Case("add_norm", "width 768, two gradients", dropout=True, twice=True),
     Case("embed_packed", "width 768", dropout=True),
@@ -71,9 +77,11 @@ def counted(case: Case) -> Iterator[dict[str, Any]]:
     RECORD.counts = {}
     if case.op == "attention":
         inputs |= {"dropout_p": 0.1 if case.dropout else 0.0} | ({} if case.bias else {"line": None})
-    out = torch.stack(ops.add_norm_twice(**inputs, backend="triton")) if case.twice else entry(inputs, backend="triton")
-    if leaves:
-        torch.autograd.grad(out.sum(), leaves, allow_unused=True)
+    with attention_tiles.trying(case.candidate) if case.candidate else contextlib.nullcontext():
+        twice = case.twice and ops.add_norm_twice(**inputs, backend="triton")
+        out = torch.stack(twice) if twice else entry(inputs, backend="triton")
+        if leaves:
+            torch.autograd.grad(out.sum(), leaves, allow_unused=True)
     units = {
         "attention": ("score", setting.heads * setting.visible**2),
         "mask_and_pack": ("token", setting.slots),
@@ -117,9 +125,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stand_in()
     os.environ["TRITON_INTERPRET"] = "1"  # read by ops/dispatch.py: kernels take tensors on the CPU
     machine = {name: value for name, value in environment("cpu").items() if name in ("date", "commit", "torch")}
+    known: list[Any] = []  # what was counted without a candidate
     for case in CASES:
         if options.op in (None, case.op):
             rows = [machine | row for row in counted(case)]
+            rows = [row for row in rows if not (case.candidate and row["instructions"] in known)]
+            known += [row["instructions"] for row in rows]
             for row in rows:
                 extra = f"{', dropout' if row['dropout'] else ''}{', bias' if row['bias'] else ''}"
                 print(

@@ -63,7 +63,7 @@ def targets() -> dict[str, list[Step]]:
             Step("updates", [*on_gpu, "tests/gpu/test_updates.py", "tests/training/test_step.py"], 0.7, 1.5),
         ],
         "headline": [train_step("bias", *presets, bias, 3.5, 4.5), train_step("neither", *presets, neither, 2.5, 3.0)],
-        "attention": [attention_of_kept(3.0, 5.0), Step("peers", [*tests, peers], 0.5, 0.7)],
+        "attention": [attention_of_kept(3.5, 5.8), Step("peers", [*tests, peers], 0.5, 0.7)],
         "rest": [
             # in settings of their own: of a setting the newest run counts
             train_step("update", "base,base_accumulated,base_graph", "", (*bias[:3], "off"), 1.0, 1.2),

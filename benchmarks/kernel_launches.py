@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import itertools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from maelm_fast.kernels import attention_tiles
 from maelm_fast.ops.attention_backends.triton import SUMMED_DIM
 
 ARCHITECTURES = (80, 90)
@@ -118,12 +119,20 @@ def mask_and_pack(kernels: Any) -> Calls:
 
 
 def attention(kernels: Any) -> Calls:
-    """Rows of a fused projection of queries, keys and values. The window is ModernBERT's, whose heads have 64; no
-    preset has one. (Triton 3.9 spills 8 to 16 bytes of its dropout on sm_90 where heads have 96 and 128.)"""
+    """Rows of a fused projection of queries, keys and values, and with heads of 64 what may yet replace its tiles. The
+    window is ModernBERT's, whose heads have 64; no preset has one. (Triton 3.9 spills 8 to 16 bytes of its dropout on
+    sm_90 where heads have 96 and 128.)"""
+    yield from attention_calls(kernels, "", HEAD_DIMS, (torch.bfloat16, torch.float16))
+    for name in attention_tiles.CANDIDATES:
+        with attention_tiles.trying(name):
+            yield from attention_calls(kernels, f", {name}", (64,), (torch.bfloat16,))
+
+
+def attention_calls(kernels: Any, tiles: str, dims: Sequence[int], dtypes: Sequence[torch.dtype]) -> Calls:
     reaches = {"": 0, " bias": T5_REACH, " window rare": WINDOW_REACH}
-    for dim, dtype, (kind, reach) in itertools.product(HEAD_DIMS, (torch.bfloat16, torch.float16), reaches.items()):
+    for dim, dtype, (kind, reach) in itertools.product(dims, dtypes, reaches.items()):
         for drop, p in RATES.items() if dim <= 64 or "window" not in kind else ():
-            yield f"{dim} {TYPE_NAMES[dtype]}{kind}{drop}"
+            yield f"{dim} {TYPE_NAMES[dtype]}{kind}{drop}{tiles}"
             q, k, v = empty(ROWS, 3, HEADS, dim, dtype=dtype).unbind(1)
             line, window = empty(HEADS, 3 * POSITIONS) if reach else None, "window" in kind
             packed = kernels.Packed(int32(3), int32(3), int32(ROWS), int32(ROWS), *(int32(9, 2) for _ in range(3)))

@@ -218,7 +218,8 @@ def attention_bwd(
         band = torch.zeros((heads, programs, tiles.dq.own, 2 * reach + 1), dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
         if q_tiles:
-            launch = _launch("dq", tiles.dq, dim, reach, bounded, dropout, on_cpu) | {"LINE_GRADIENT": line_gradient}
+            launch = _launch("dq", tiles.dq, dim, reach, bounded, dropout, on_cpu)
+            launch |= {"LINE_GRADIENT": line_gradient, "RED": tiles.red and line_gradient}
             inputs, results = (grad_out, grad_lse, q, k, v, out, lse), (grad_q, delta, q_sums, band)
             _attention_dq_kernel[(programs, heads)](
                 *inputs,

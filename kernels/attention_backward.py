@@ -71,6 +71,7 @@ def _attention_dq_kernel(
     REACH: tl.constexpr,  # 0: no bias
     BOUNDED: tl.constexpr,
     LINE_GRADIENT: tl.constexpr,
+    RED: tl.constexpr,  # how the band is added to
     DROPOUT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -138,7 +139,7 @@ def _attention_dq_kernel(
                 if near:
                     key_position = tl.load(k_places + key, mask=there, other=2 * positions)  # again: to free registers
                     cell = key_position[None, :] - (query_position - (REACH - 1))[:, None]  # 0: the first of the inner
-                    add_to(row_band - query_position, key_position, gradient, cell, 2 * REACH - 1, INTERPRETED)
+                    add_to(row_band - query_position, key_position, gradient, cell, 2 * REACH - 1, RED, INTERPRETED)
                     left_sum += tl.sum(tl.where(cell < 0, gradient, 0.0), axis=1)
                 else:
                     left_sum += tl.where(start < begin, side, 0.0)

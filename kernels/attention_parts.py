@@ -50,33 +50,43 @@ def positions_of(base, length, absent, ROWS: tl.constexpr, INTERPRETED: tl.const
     return tl.inline_asm_elementwise(load, "=&r,l,r,r,r", operands, dtype=tl.int32, is_pure=True, pack=1)
 
 
-def _add_assembly(count: int) -> str:
-    """For `count` elements: operands 0.. are unused results, then base addresses, columns, cells, limits and values."""
+def _add_assembly(count: int, red: bool) -> str:
+    """For `count` elements: operands 0.. are unused results, then base addresses, columns, cells, limits and values.
+    red: nothing is read back, and a sum that is a denormal number becomes 0."""
     base, column, cell, limit, value = (count * i for i in range(1, 6))
     lines = [f".reg .pred p<{count}>; .reg .b64 a<{count}>; .reg .f32 f<{count}>;"]
     for i in range(count):
         lines.append(f"setp.lt.u32 p{i}, ${cell + i}, ${limit + i}; mad.wide.s32 a{i}, ${column + i}, 4, ${base + i};")
-        lines.append(f"@p{i} ld.global.f32 f{i}, [a{i}];")
+        if not red:
+            lines.append(f"@p{i} ld.global.f32 f{i}, [a{i}];")
     for i in range(count):
-        lines.append(f"add.f32 f{i}, f{i}, ${value + i}; @p{i} st.global.f32 [a{i}], f{i}; mov.b32 ${i}, 0;")
+        if red:
+            lines.append(f"@p{i} red.relaxed.cta.global.add.f32 [a{i}], ${value + i}; mov.b32 ${i}, 0;")
+        else:
+            lines.append(f"add.f32 f{i}, f{i}, ${value + i}; @p{i} st.global.f32 [a{i}], f{i}; mov.b32 ${i}, 0;")
     return "{ " + " ".join(lines) + " }"
 
 
 ADD_COUNT = tl.constexpr(8)
-ADD_ASSEMBLY = tl.constexpr(_add_assembly(8))
+ADD_ASSEMBLY = tl.constexpr(_add_assembly(8, red=False))
+RED_ASSEMBLY = tl.constexpr(_add_assembly(8, red=True))
 ADD_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["l"] * 8 + ["r"] * 24 + ["f"] * 8))
 
 
 @triton.jit
-def add_to(row, column, values, cell, limit, INTERPRETED: tl.constexpr):
+def add_to(row, column, values, cell, limit, RED: tl.constexpr, INTERPRETED: tl.constexpr):
     """(row[:, None] + column[None, :])[...] += values where 0 <= cell < limit; no address twice, so that a thread may
-    load eight before it stores them. row: (R,) pointers to fp32. In assembly as gather is."""
+    load eight before it stores them. row: (R,) pointers to fp32. In assembly as gather is.
+
+    RED: by `red` within the block, whose own the band is. Between two barriers no cell is added to twice: the order of
+    additions, and so the result, is the same."""
     if INTERPRETED:
         at, inside = row[:, None] + column[None, :], (cell >= 0) & (cell < limit)
         tl.store(at, tl.load(at, mask=inside, other=0.0) + values, mask=inside)
     else:
         operands = [row.to(tl.int64)[:, None], column[None, :], cell, cell * 0 + limit, values]
-        tl.inline_asm_elementwise(ADD_ASSEMBLY, ADD_CONSTRAINTS, operands, tl.int32, is_pure=False, pack=ADD_COUNT)
+        assembly: tl.constexpr = RED_ASSEMBLY if RED else ADD_ASSEMBLY
+        tl.inline_asm_elementwise(assembly, ADD_CONSTRAINTS, operands, tl.int32, is_pure=False, pack=ADD_COUNT)
 
 
 @triton.jit

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,12 +24,14 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """fwd and dq own query rows, dkv owns key rows. resident: programs of dq on one multiprocessor."""
+    """fwd and dq own query rows, dkv owns key rows. resident: programs of dq on one multiprocessor. red: dq adds to its
+    band by `red` instead of load and store."""
 
     fwd: Tile
     dq: Tile
     dkv: Tile
     resident: int
+    red: bool = False
 
 
 TILES = {
@@ -40,8 +44,25 @@ TILES = {
 }
 """By (architecture, padded head dim): large ones that spill nothing in any variant. Not yet timed on a GPU. dq's warps
 must not outnumber what its tile is cut into: some would hold the same scores, and both add them (add_to)."""
+_64 = [(80, 64), (90, 64)]
+CANDIDATES = {
+    "forward 64 x 64": {key: replace(TILES[key], fwd=Tile(64, 64, 4, 3)) for key in _64},
+    "band by red": {key: replace(TILES[key], red=True) for key in _64},
+}
+"""What a GPU is yet to be asked: benchmarks.attention times each beside TILES, into which the faster one goes."""
 SMALL = Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), 1)
 """What the interpreter runs."""
+
+
+@contextlib.contextmanager
+def trying(candidate: str) -> Iterator[None]:
+    """Within the block its tiles are those of TILES. A layout keeps lists of tiles: it needs one of its own."""
+    before = dict(TILES)
+    TILES.update(CANDIDATES[candidate])
+    try:
+        yield
+    finally:
+        TILES.update(before)
 
 
 def tiles_for(device: torch.device, head_dim: int) -> Tiles:

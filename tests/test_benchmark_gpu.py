@@ -76,7 +76,7 @@ def test_without_a_gpu_nothing_starts(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_list_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["attention", "rest", "--list", "--results", "R"]) == 0
     listed = capsys.readouterr().out
-    assert "gpu-attention: about 3.5 min, an estimate; at most 5.7" in listed
+    assert "gpu-attention: about 4.0 min, an estimate; at most 6.5" in listed
     assert "-m benchmarks.attention --device cuda --cases kept --out R/attention_cuda.jsonl" in listed
     assert "kept, bias, dropout 0: 256 x 435 of 512 positions" in listed
     assert "base_graph" in listed

@@ -22,7 +22,7 @@ from torch import Tensor
 from maelm_fast import ops, presets
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import MaskingConfig
-from maelm_fast.kernels.attention_tiles import TILES
+from maelm_fast.kernels.attention_tiles import CANDIDATES, TILES, trying
 from maelm_fast.masking import Masker
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training.optim import build_optimizer
@@ -121,6 +121,9 @@ def attention() -> None:
         for reach in (0, T5_REACH):
             for p in (0.0, 0.1):
                 check_attention(gapped([3, 140]), None, reach, p=p, dim=dim)
+                for candidate in CANDIDATES if dim == 64 else ():
+                    with trying(candidate):
+                        check_attention(gapped([3, 140]), None, reach, p=p, dim=dim)
 
 
 LAUNCHES = """
