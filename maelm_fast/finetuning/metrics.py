@@ -47,9 +47,10 @@ def evaluate(task: Task, predictions: NDArray, labels: NDArray) -> dict[str, flo
 
 def confusion(task: Task, predictions: NDArray, labels: NDArray) -> NDArray[np.int64]:
     """(classes, classes) counts; a row is a true class, a column a predicted one."""
-    classes = len(task.labels)
-    counts = np.bincount(labels * classes + predictions, minlength=classes * classes)
-    return counts.astype(np.int64).reshape(classes, classes)
+    from sklearn.metrics import confusion_matrix
+
+    counts: NDArray[np.int64] = confusion_matrix(labels, predictions, labels=range(len(task.labels)))
+    return counts
 
 
 def _metric(name: str, task: Task, predictions: NDArray, labels: NDArray) -> float:

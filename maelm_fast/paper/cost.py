@@ -29,6 +29,7 @@ from maelm_fast.paper.plan import Cell, Plan
 from maelm_fast.paper.scales import Scale
 from maelm_fast.training.hardware import choose_device, choose_precision, device_name, is_out_of_memory
 from maelm_fast.training.optim import build_optimizer
+from maelm_fast.training.step import TrainStep
 
 ASSUMED_GPU, ASSUMED_SHARE = "NVIDIA H100", 0.4
 _BYTES_PER_TOKEN = 4.0  # of downstream text
@@ -106,29 +107,20 @@ def needs_gpu_missing_here(scale: Scale) -> bool:
 
 def measured_rate(config: RunConfig) -> float:
     """FLOP/s of a few steps on random tokens: the median, after one that is not counted."""
-    device = choose_device(config.runtime)
-    bf16 = choose_precision(config.runtime, device) == "bf16"
-    length = config.model.max_positions
-    size = config.runtime.sequences_at_once
+    device, length = choose_device(config.runtime), config.model.max_positions
+    precision, size = choose_precision(config.runtime, device), config.runtime.sequences_at_once
     if device.type == "cpu":
         size = max(1, min(size, _FEW_TOKENS // length))
     with torch.random.fork_rng(devices=[]):
         model = MaeLm(config.model).to(device)
-    optimizer = build_optimizer(model, config.optim, "bf16" if bf16 else "fp32")
+    step = TrainStep(model, build_optimizer(model, config.optim, precision), config.optim.clip_norm, precision)
     batch = _random_batch(config, model, size, length).to(device)
-    flops = training_flops(config.model, *batch.lengths)
     seconds: list[float] = []
     while len(seconds) <= _STEPS or sum(seconds) < _SECONDS:
         start = time.perf_counter()
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
-            loss, _ = model(batch, dropout_seed=len(seconds))
-        (loss / batch.counts.masked).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        step([batch], torch.zeros(1, dtype=torch.int64, device=device), 0.0).cpu()  # which waits for a GPU
         seconds.append(time.perf_counter() - start)
-    return flops / statistics.median(seconds[1:])
+    return training_flops(config.model, *batch.lengths) / statistics.median(seconds[1:])
 
 
 def _random_batch(config: RunConfig, model: MaeLm, size: int, length: int) -> PackedBatch:

@@ -20,7 +20,7 @@ from maelm_fast.finetuning.tables import HubUnreachable
 from maelm_fast.finetuning.tasks import Task
 from maelm_fast.paper.grids import Grid
 from maelm_fast.paper.prompting.fewshot import SPLIT_SEEDS, FewShotConfig, base_config
-from maelm_fast.paper.prompting.plan import MODES, Mode
+from maelm_fast.paper.prompting.run import MODES, Mode
 from maelm_fast.paper.prompting.templates import TEMPLATES
 from maelm_fast.paper.scales import Downstream
 

@@ -32,7 +32,7 @@ STAGE = "finetuning"
 
 
 @dataclass(frozen=True)
-class Run(Unit):
+class Run:
     """A cell with a seed, for one model."""
 
     model: Origin
@@ -58,11 +58,6 @@ class Run(Unit):
     @property
     def identity(self) -> Identity:
         return self.key, STAGE, self.key
-
-    @property
-    def about(self) -> dict[str, Any]:
-        cell = {"cell": self.cell.number, "seed": self.seed}
-        return {"model": self.model.label, "task": self.data.task.name, **cell}
 
 
 @dataclass(frozen=True)
@@ -128,7 +123,11 @@ def run_sweep(sweep: Sweep, out: Path, workers: int = 1) -> None:
     Failed runs are recorded and do not stop the others. Raises Stopped after SIGTERM or SIGINT, UserError if a worker
     died."""
     gpus = sweep.runs[0].config.device != "cpu"
-    work(sweep.runs, _Worker(Trials(out)), out, processes=workers, gpus=gpus)
+    units = []
+    for run in sweep.runs:
+        about = {"model": run.model.label, "task": run.data.task.name, "cell": run.cell.number, "seed": run.seed}
+        units.append(Unit(run.identity, run.title, run, about))
+    work(units, _Worker(Trials(out)), out, processes=workers, gpus=gpus)
 
 
 @dataclass

@@ -425,7 +425,7 @@ def test_table_7_in_little(store: Path, tasks: Path, tmp_path: Path, monkeypatch
     header, line = block[2], next(line for line in block if line.startswith("| large++ | MAE-LM |"))
     assert dict(zip(header.split("|"), line.split("|"), strict=True))[" SST-2 "].strip() == wanted
     assert "| no encoder | majority class, mean, no answer | " in text
-    monkeypatch.setattr(trials.Trials, "prompt", never)
+    monkeypatch.setattr(run, "prompt", never)
     assert main(command("table7", store, out, "--tasks", tasks)) == 0
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from maelm_fast.cli.common import option, parse
 from maelm_fast.config import require
-from maelm_fast.errors import UserError
 from maelm_fast.paper import catalogue, scales
 from maelm_fast.paper.cost import Cost, cost, mean_tokens, needs_gpu_missing_here, rate_for, unit_cost
 from maelm_fast.paper.downstream import Found, find_tasks
@@ -184,8 +183,5 @@ def _write(results: Results, out: Path) -> None:
         return
     names = {cell.key: run_dir(out, cell).path.name for cell in plan.cells}
     with lock(out / "locks" / f"report-{plan.experiment.name}.lock", wait=True):
-        try:
-            write_report(results, place, manifests(plan), names)
-        except OSError as error:
-            raise UserError(f"cannot write {place}: {error.strerror}") from None
+        write_report(results, place, manifests(plan), names)
     print(f"\nwritten: {place / REPORT}, {FIGURE}, {RESULTS}")

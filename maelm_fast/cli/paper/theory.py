@@ -9,8 +9,8 @@ from maelm_fast.analysis.effective_rank import TAU, check_taus
 from maelm_fast.cli.common import option, parse
 from maelm_fast.config import require
 from maelm_fast.data.token_store import TokenStore
-from maelm_fast.paper.theory import REPORT_FILE, TheoryReport, plot_theory, theory_report
-from maelm_fast.reporting import aligned, require_matplotlib
+from maelm_fast.paper.theory import REPORT_FILE, TheoryReport, theory_report
+from maelm_fast.reporting import aligned
 from maelm_fast.training.hardware import choose_device
 from maelm_fast.training.rundir import RunDir, load_run
 
@@ -44,7 +44,6 @@ class Options:
 def main(argv: list[str]) -> int:
     options: Options = parse("paper theory", argv, Options, examples=EXAMPLES)
     check_taus([options.tau])
-    require_matplotlib()
     run = load_run(options.run, options.step)
     data = options.data or Path(run.record.data)
     require(data.is_dir(), f"the token store {data} does not exist: name one with --data STORE")
@@ -53,9 +52,8 @@ def main(argv: list[str]) -> int:
 
     out = options.out or RunDir(options.run).report
     report.write(out / REPORT_FILE)
-    plot_theory(report, (out / REPORT_FILE).with_suffix(".png"))
     print(_text(report))
-    print(f"written: {out / REPORT_FILE} and .png")
+    print(f"written: {out / REPORT_FILE}")
     return 0
 
 
