@@ -41,7 +41,9 @@ class Table:
 
 
 def _joined(tables: list[Table]) -> Table:
-    """One after another; a column that only some have is None in the others."""
+    """One after another; a column that only some have is None in the others. UserError if one is empty."""
+    for table in tables:
+        require(len(table) > 0, f"{table.source} has no rows: choose another")
     columns = dict.fromkeys(name for table in tables for name in table.columns)
     described = {name: {table.class_names[name] for table in tables if name in table.class_names} for name in columns}
     for name, several in described.items():
@@ -60,14 +62,12 @@ Wanted = Mapping[str, bool]
 
 
 def read_table(path: Path, wanted: Wanted) -> Table:
-    """The columns of a file. Raises UserError if it is damaged or empty or lacks a column that must be there."""
+    """The columns of a file. Raises UserError if it is damaged or lacks a column that must be there."""
     require(path.suffix in FORMATS, f"{path}: unknown kind of file: use one of {', '.join(FORMATS)}")
     try:
-        table = (_parquet if path.suffix == ".parquet" else _text)(path, wanted)
+        return (_parquet if path.suffix == ".parquet" else _text)(path, wanted)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {first_line(error)}") from None
-    require(len(table) > 0, f"{path} has no rows: give a file with examples")
-    return table
 
 
 class HubUnreachable(UserError):
@@ -90,7 +90,6 @@ def read_hub(name: str, config: str | None, split: str, wanted: Wanted) -> Table
             f"{source}, split {split}, cannot be read: {first_line(error)} "
             f"(splits are named with --train and --validation; without a network give --data a directory)"
         ) from None
-    require(len(arrow) > 0, f"{source}, split {split}, has no rows: choose another")
     return _of_arrow(f"{source} {split}", arrow, rows.features)
 
 
@@ -162,6 +161,11 @@ HUB = "hub"
 TRAIN = "train"
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _NAMES_SHOWN = 10
+
+
+def place_of(task: str, sources: Sequence[str]) -> str:
+    """The first of several directories, or hub, that has the task; the first of all if none has its folder."""
+    return next((s for s in sources if s.startswith(HUB) or (Path(s) / task).is_dir()), sources[0])
 
 
 def find_tables(

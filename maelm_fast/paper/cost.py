@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,15 +38,11 @@ _FEW_TOKENS = 4096  # of a calibrating micro-batch at most, on a CPU; a GPU woul
 _SECONDS, _STEPS = 2.0, 3  # of a calibration, at least
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """tokens: original tokens trained on."""
 
-    tokens: float = 0
-    flops: float = 0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.tokens + other.tokens, self.flops + other.flops)
+    tokens: float
+    flops: float
 
 
 def cost(cell: Cell, steps_done: int = 0) -> Cost:

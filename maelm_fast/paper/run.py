@@ -39,7 +39,7 @@ from maelm_fast.paper.prompting.fewshot import base_config
 from maelm_fast.paper.prompting.run import Plan as PromptingPlan
 from maelm_fast.paper.prompting.run import make_question, prompt
 from maelm_fast.paper.prompting.templates import Template, label_ids, template_for
-from maelm_fast.paper.results import BASELINES, Results
+from maelm_fast.paper.results import BASELINES
 from maelm_fast.paper.scales import Corpus
 from maelm_fast.paper.trials import Trials
 from maelm_fast.stop import StopSignals
@@ -111,13 +111,8 @@ def run_plan(plan: Plan, out: Path) -> None:
 
     Parts that fail are recorded in the ledger and cost only themselves; without its pretraining a cell has no more
     parts. Raises Stopped after SIGTERM or SIGINT."""
-    ledger = Ledger(out)
     if plan.found is not None:
-        _baselines(plan.found, ledger, out)
-    unfinished = {cell.key for cell in Results(plan, ledger).unfinished()}
-    for number, cell in enumerate(plan.runs, start=1):
-        if cell.key not in unfinished:
-            print(f"[{number}/{len(plan.runs)}] {cell.title}: finished", flush=True)
+        _baselines(plan.found, Ledger(out), out)
     work(list(units(plan, out)), _Worker(plan.found.data if plan.found is not None else {}, Trials(out), out), out)
 
 

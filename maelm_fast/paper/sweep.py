@@ -39,7 +39,6 @@ class Run:
     data: TaskData
     cell: Cell
     config: FinetuneConfig
-    engine: str
 
     @property
     def seed(self) -> int:
@@ -48,7 +47,8 @@ class Run:
     @cached_property
     def key(self) -> str:
         model, task, data = self.model, self.data.task.name, self.data.fingerprint
-        return digest(task, deciding(self.config), model.fingerprint, model.random_init, self.engine, data)
+        engine = "packed" if RunDir(model.path).exists else model.engine  # ours have one
+        return digest(task, deciding(self.config), model.fingerprint, model.random_init, engine, data)
 
     @property
     def title(self) -> str:
@@ -72,13 +72,12 @@ class Sweep:
     @cached_property
     def runs(self) -> tuple[Run, ...]:
         """In the order in which they are taken up."""
-        engines = ["packed" if RunDir(model.path).exists else model.engine for model in self.models]  # ours have one
         return tuple(
-            Run(model, data, cell, replace(cell.config, seed=seed), engine)
+            Run(model, data, cell, replace(cell.config, seed=seed))
             for seed in range(self.seeds)
             for data in self.tasks
             for cell in self.cells[data.task.name]
-            for model, engine in zip(self.models, engines, strict=True)
+            for model in self.models
         )
 
 
@@ -94,9 +93,6 @@ def make_sweep(
     require(seeds >= 1, f"--seeds must be at least 1, not {seeds}")
     require(budget is None or budget >= 1, f"--budget must be at least 1 cell per task, not {budget}")
     require_labels(models)
-    names = [data.task.name for data in tasks]
-    for name in names:
-        require(names.count(name) == 1, f"task {name} is given twice")
     cells = {data.task.name: grid.cells(data.task, base, budget) for data in tasks}
     return Sweep(grid, tuple(models), tuple(tasks), cells, seeds)
 

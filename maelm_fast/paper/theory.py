@@ -33,11 +33,9 @@ Shapes: n real and m [MASK] rows, d dimensions; float64 throughout.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -48,16 +46,13 @@ from maelm_fast.analysis.effective_rank import TAU, run_batches, saw_mask
 from maelm_fast.analysis.inputs import from_encoder, gram_matrices
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import require
-from maelm_fast.data.files import writing
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.model.block import Attention
 from maelm_fast.model.maelm import MaeLm
-from maelm_fast.training.files import write_json
 from maelm_fast.training.gram import GramMatrix, rank_at
 from maelm_fast.training.live import evaluating
 from maelm_fast.training.rundir import LoadedRun
 
-REPORT_FILE = "theory.json"
 RESIDUAL_SEQUENCES = 16  # whose residuals a report's are the median of
 _EPS = torch.finfo(torch.float64).eps
 ROUNDING = 1e-9  # a residual this small beside H is mostly rounding: what the next layer makes of it says nothing
@@ -80,23 +75,17 @@ def residual(hidden: Tensor) -> Tensor:
     return hidden - hidden.median(dim=0).values
 
 
-class Combination(NamedTuple):
-    """H_M as combinations of the rows of H_R. weights: U (m, n), U 1 = 1. misfit: of U H_R, relative to how far the
-    [MASK] rows lie from the mean real row; 0 where the theorem's assumption holds."""
-
-    weights: Tensor
-    misfit: float
-
-
-def combine(real: Tensor, mask: Tensor) -> Combination:
-    """The nearest affine combinations of the real rows, of least Frobenius norm."""
+def combine(real: Tensor, mask: Tensor) -> tuple[Tensor, float]:
+    """(weights, misfit): H_M as the nearest affine combinations of the rows of H_R, of least Frobenius norm. weights: U
+    (m, n), U 1 = 1. misfit: of U H_R, relative to how far the [MASK] rows lie from the mean real row; 0 where the
+    theorem's assumption holds."""
     n, mean = real.shape[0], real.mean(0)
     # singular values that are rounding of H, not of its residual, are zero
     inverse = torch.linalg.pinv(real - mean, atol=max(real.shape) * _EPS * float(torch.linalg.norm(real)), rtol=0.0)
     inverse = inverse - inverse.mean(1, keepdim=True)  # nothing but rounding: U 1 = 1
     weights = (mask - mean) @ inverse + 1.0 / n
     missing = torch.linalg.norm(weights @ real - mask) / torch.linalg.norm(mask - mean).clamp_min(1e-300)
-    return Combination(weights, float(missing))
+    return weights, float(missing)
 
 
 class Bound(NamedTuple):
@@ -217,12 +206,6 @@ class TheoryReport:
     assumption_misfit: float | None
     layers: list[Layer]
     attention: list[Bound]
-
-    def write(self, path: Path) -> None:
-        data = {**dataclasses.asdict(self), "attention": [bound._asdict() for bound in self.attention]}
-        with writing(path, "choose another --out"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, data)
 
 
 def theory_report(

@@ -211,7 +211,7 @@ def test_what_another_process_works_on_is_left_to_it(
             parts[0][1],
             str(everything - len(parts)),
             first.key,
-            *map("=".join, parts),
+            *map("=".join, reversed(parts)),  # what needs the run first, so that we find it done when we find the run
         ],
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -223,7 +223,7 @@ def test_what_another_process_works_on_is_left_to_it(
     run.run_plan(plan, tmp_path)
     assert other.wait(HANG) == 0
     rows = [(row["key"], row["stage"], row["config"]) for row in Ledger(tmp_path).rows()]
-    assert rows[-len(parts) :] == [(first.key, *part) for part in parts]
+    assert rows[-len(parts) :] == [(first.key, *part) for part in reversed(parts)]
     assert sorted(rows) == sorted((cell.key, *part) for cell in plan.runs for part in cell.stages.items())
     assert len(list((tmp_path / "runs").iterdir())) == (1 if theirs == "a run" else 2)
 

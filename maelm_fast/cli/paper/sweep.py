@@ -7,7 +7,7 @@ files there are, and in which order runs are taken up.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,6 +22,7 @@ from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import read_task
 from maelm_fast.finetuning.fingerprint import Origin
 from maelm_fast.finetuning.metrics import baselines
+from maelm_fast.finetuning.tables import place_of
 from maelm_fast.finetuning.tasks import TASKS, Task
 from maelm_fast.paper import grids, printed
 from maelm_fast.paper.catalogue import GLUE
@@ -130,20 +131,15 @@ def _sweep(options: Options, own: TaskOptions) -> Sweep:
     )
     for task in chosen:  # before the data is read, which may take long
         grid.cells(task, base)
-    data = [read_task(task, _place(task, options.data), own.train, own.validation, options.limit) for task in chosen]
+    data = [
+        read_task(task, place_of(task.name, options.data), own.train, own.validation, options.limit) for task in chosen
+    ]
     return make_sweep(grid, models, data, options.seeds, options.budget, base)
-
-
-def _place(task: Task, places: Sequence[str]) -> str:
-    """Which of --data has the task."""
-    having = [place for place in places if (Path(place) / task.name).is_dir()]
-    require(len(places) == 1 or bool(having), f"none of {', '.join(places)} has a folder {task.name}: see --data")
-    return (having or places)[0]
 
 
 def _data_options(task: Task, options: Options, own: TaskOptions) -> str:
     """The same for `maelm-fast finetune`."""
-    words = ["--data", _place(task, options.data)]
+    words = ["--data", place_of(task.name, options.data)]
     for name, value in {**vars(own), "limit": options.limit}.items():
         if value:
             words += [f"--{name.replace('_', '-')}", *(value if isinstance(value, tuple) else [str(value)])]

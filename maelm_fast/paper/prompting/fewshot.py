@@ -49,13 +49,10 @@ class FewShotConfig:
     """Steps between evaluations on the development examples; the best one's weights are tested."""
 
     def __post_init__(self) -> None:
-        for name in ("shots", "steps", "evaluate_every"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
-        require(bool(self.lrs) and all(lr > 0 for lr in self.lrs), f"lr must be positive, not {list(self.lrs)}")
-        require(
-            bool(self.batch_sizes) and all(size >= 1 for size in self.batch_sizes),
-            f"batch_size must be at least 1, not {list(self.batch_sizes)}",
-        )
+        counts = [("batch_size", size) for size in self.batch_sizes]
+        for name, value in (*counts, *((name, getattr(self, name)) for name in ("shots", "steps", "evaluate_every"))):
+            require(value >= 1, f"{name} must be at least 1, not {value}")
+        require(all(lr > 0 for lr in self.lrs), f"lr must be positive, not {list(self.lrs)}")
         require(
             self.steps % self.evaluate_every == 0,
             f"steps {self.steps} must be a multiple of evaluate_every {self.evaluate_every}",

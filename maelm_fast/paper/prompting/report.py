@@ -108,11 +108,8 @@ def _explained(plan: Plan, found: Found, about: dict[str, dict[str, Any]]) -> li
         )
     lines += ["", "## How this was measured", ""]
     if set(plan.modes) != {"zero-shot"}:
-        choice = f"with learning rate {few.lrs[0]:g} and batch {few.batch_sizes[0]}"
-        if (pairs := len(few.lrs) * len(few.batch_sizes)) > 1:
-            rates, batches = ", ".join(f"{lr:g}" for lr in few.lrs), ", ".join(map(str, few.batch_sizes))
-            choice = f"with each of {pairs} pairs of learning rate ({rates}) and batch ({batches}), of which the "
-            choice += "draw's development examples choose"
+        rates, batches = (" or ".join(f"{value:g}" for value in values) for values in (few.lrs, few.batch_sizes))
+        choice = f"with learning rate {rates} and batch {batches}, of several as the draw's development examples choose"
         seeds = ", ".join(map(str, plan.seeds))
         lines += [
             f"- Few-shot: {len(plan.seeds)} draws (seeds {seeds}) of {few.shots} examples per label to train on and as "
