@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ from maelm_fast.training.rundir import RunDir, load_run, vocabulary_of
 from maelm_fast.training.trainer import build_model as build_pretraining_model
 
 Engine = Literal["auto", "packed", "transformers"]
-ENGINES = ("auto", "packed", "transformers")
+ENGINES = get_args(Engine)
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 
 
@@ -103,7 +103,6 @@ class TextEncoder(nn.Module, ABC):
         super().__init__()
         self.tokenizer, self.name, self.step, self.random_init = tokenizer, name, step, random_init
 
-    @abstractmethod
     def forward(
         self,
         batch: TokenBatch,
@@ -117,6 +116,14 @@ class TextEncoder(nn.Module, ABC):
         layers: a list to which the embedding output and every layer's output, (T, d), are appended; not with
         first_only. dropout_seed: an int, or one int64 on the device, that dropout in training mode is a function of;
         from PyTorch's default generator if None."""
+        require(not (first_only and layers is not None), "layers are of all tokens: not with first_only")
+        return self.encode(batch, first_only, layers, dropout_seed)
+
+    @abstractmethod
+    def encode(
+        self, batch: TokenBatch, first_only: bool, layers: list[Tensor] | None, seed: Tensor | int | None
+    ) -> Tensor:
+        """What `forward` does."""
 
     @abstractmethod
     def fill(self, batch: TokenBatch, dropout_seed: Tensor | int | None = None) -> Tensor:
@@ -148,15 +155,9 @@ class PackedEncoder(TextEncoder):
         self.config, self.vocab_size = config, config.vocab_size
         self.hidden_size, self.max_length, self.dropout_p = config.hidden_size, config.max_positions, config.dropout
 
-    def forward(
-        self,
-        batch: TokenBatch,
-        *,
-        first_only: bool = False,
-        layers: list[Tensor] | None = None,
-        dropout_seed: Tensor | int | None = None,
+    def encode(
+        self, batch: TokenBatch, first_only: bool, layers: list[Tensor] | None, seed: Tensor | int | None
     ) -> Tensor:
-        require(not (first_only and layers is not None), "layers are of all tokens: not with first_only")
         require(
             batch.token_types is None,
             f"{self.name}: engine packed has no token types, by which this model tells two texts apart; use engine "
@@ -164,7 +165,7 @@ class PackedEncoder(TextEncoder):
         )
         last = first_tokens(batch.layout) if first_only else None
         encoder = self.encoder if self.mask_in is None else self.network.encoder
-        seed = self._seed(dropout_seed, batch.ids.device)
+        seed = self._seed(seed, batch.ids.device)
         out: Tensor = encoder(batch.ids, batch.layout, dropout_seed=seed, last=last, layers=layers)
         return out
 
@@ -232,19 +233,13 @@ class TransformersEncoder(TextEncoder):
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
         self.hidden_size, self.max_length, self.dropout_p = model.config.hidden_size, longest_input(model), dropout
 
-    def forward(
-        self,
-        batch: TokenBatch,
-        *,
-        first_only: bool = False,
-        layers: list[Tensor] | None = None,
-        dropout_seed: Tensor | int | None = None,
+    def encode(
+        self, batch: TokenBatch, first_only: bool, layers: list[Tensor] | None, seed: Tensor | int | None
     ) -> Tensor:
-        require(not (first_only and layers is not None), "layers are of all tokens: not with first_only")
         model = self.model if self.mask_in is None else self.network.base_model
         places = padded_places(batch.layout)
         inputs = padded_inputs(batch, places, self.tokenizer.pad_id)
-        with self._seeded(dropout_seed, batch.ids.device):
+        with self._seeded(seed, batch.ids.device):
             output = model(**inputs, output_hidden_states=layers is not None)
         hidden: Tensor = output.last_hidden_state
         if first_only:
@@ -348,7 +343,7 @@ def load_encoder(
         return _of_run(path, step, dropout, random_init, seed, head)
     require((path / "config.json").exists(), f"{path}: neither a run directory (config.yaml) nor a Hugging Face one")
     require(step is None, f"{path}: a Hugging Face directory has one checkpoint: leave out the step")
-    own = is_own_export(path)
+    own = read_config(path).get("model_type") == OWN  # what `export` wrote in our own format
     require(
         not (own and head),
         f"{path}: an export in our own format, which needs code of the directory to run; prompt the run directory "
@@ -375,18 +370,17 @@ def _of_run(path: Path, step: int | None, dropout: float, random_init: bool, see
         encoder = build_pretraining_model(config, vocabulary_of(tokenizer)).encoder.eval()
         return PackedEncoder(encoder, config.model, TextTokenizer.of_run(tokenizer), name, None, True)
     loaded = load_run(path, step)
-    texts, model = TextTokenizer.of_run(loaded.tokenizer), replace(loaded.config.model, dropout=dropout)
+    texts, network = TextTokenizer.of_run(loaded.tokenizer), loaded.model
+    network.encoder.dropout_p = dropout  # a decoder has none
+    model = replace(loaded.config.model, dropout=dropout)
     if not head:
-        loaded.model.encoder.dropout_p = dropout
-        return PackedEncoder(loaded.model.encoder, model, texts, name, loaded.step)
+        return PackedEncoder(network.encoder, model, texts, name, loaded.step)
     policy = loaded.config.masking.policy
     require(policy != "random", f"{name}: pretrained with random tokens in the place of [MASK]: it knows none")
     require(
-        not loaded.model.predicts_all,
+        not network.predicts_all,
         f"{name}: a causal_cross decoder predicts a token from all that come before it; it cannot fill in [MASK]",
     )
-    network = MaeLm(model, loaded.vocabulary.mask_id)
-    network.load_state_dict(loaded.model.state_dict())
     return PackedEncoder(network.eval(), model, texts, name, loaded.step, sees_mask=loaded.encoder_reads_mask)
 
 
@@ -447,7 +441,11 @@ def _transformers_checkpoint(
 def _tokenizer(path: Path, token_types: Any, rows: int, head: bool) -> TextTokenizer:
     """A prompt is one text, whatever it was made of."""
     tokenizer = read_tokenizer(path, 1 if head else int(token_types or 1))
-    check_vocabulary(path, tokenizer, rows)
+    require(
+        tokenizer.vocab_size <= rows,
+        f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model's table {rows}: they do not belong "
+        "together",
+    )
     if head:
         require(
             tokenizer.mask_id is not None,
@@ -466,16 +464,3 @@ def read_tokenizer(path: Path, token_types: int) -> TextTokenizer:
     with quiet(), transformers_errors(path):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **LOCAL)
     return TextTokenizer.of_transformers(tokenizer, str(path), token_types)
-
-
-def is_own_export(path: Path) -> bool:
-    """Whether `export` wrote the directory in our own format."""
-    return read_config(path).get("model_type") == OWN
-
-
-def check_vocabulary(path: Path, tokenizer: TextTokenizer, rows: int) -> None:
-    require(
-        tokenizer.vocab_size <= rows,
-        f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model's table {rows}: they do not belong "
-        "together",
-    )

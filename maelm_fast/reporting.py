@@ -60,10 +60,6 @@ def over_draws(values: Sequence[float], digits: int = 1) -> str:
     return mean if len(values) == 1 else f"{mean} ({number(statistics.pstdev(values), digits)})"
 
 
-def low_to_high(values: Sequence[float], digits: int = 1) -> str:
-    return f"{min(values):.{digits}f}..{max(values):.{digits}f}" if values else NONE
-
-
 def short_number(value: float) -> str:
     """1500000 -> "1.5M"; billions are "B", as token counts are written."""
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):

@@ -45,6 +45,11 @@ class Inputs:
     def lengths(self) -> list[int]:
         return [len(ids) for ids in self.ids]
 
+    @property
+    def truncation(self) -> dict[str, int]:
+        """What was cut, for reports."""
+        return {"inputs": len(self), "cut": self.cut, "cut_tokens": self.cut_tokens, "longest": self.longest}
+
 
 @dataclass(frozen=True)
 class Form:

@@ -26,7 +26,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -130,49 +130,41 @@ class Ledger:
                 raise UserError(f"cannot write {self.path}: {error.strerror}; the same command resumes") from None
 
 
-class Unit(ABC):
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Unit(Generic[T]):
     """A piece of work with a result of its own."""
 
-    @property
-    @abstractmethod
-    def identity(self) -> Identity: ...
-
-    @property
-    @abstractmethod
-    def title(self) -> str:
-        """Said when it begins."""
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """What else its row says."""
-        return {}
-
-    @property
-    def needs(self) -> Identity | None:
-        """The unit that must be finished first."""
-        return None
+    identity: Identity
+    title: str
+    """Said when it begins."""
+    of: T
+    """What the worker gets."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """What else its row says."""
+    needs: Identity | None = None
+    """The unit that must be finished first."""
 
 
-U = TypeVar("U", bound=Unit)
-
-
-class Worker(ABC, Generic[U]):
+class Worker(ABC, Generic[T]):
     """Does units one after another, in whichever process it was sent to, so it must pickle; what it keeps between two
     units is its own business."""
 
     @abstractmethod
-    def do(self, unit: U, stop: StopSignals) -> dict[str, Any]:
-        """The unit's result. Raises Stopped if `stop` asked for that and something is left to do."""
+    def do(self, of: T, stop: StopSignals) -> dict[str, Any]:
+        """The result of a unit's work. Raises Stopped if `stop` asked for that and something is left to do."""
 
-    def after(self, unit: U, row: dict[str, Any]) -> str:
+    def after(self, of: T, row: dict[str, Any]) -> str:
         """Called when the unit's row, of a "result" or an "error", is written. Returns what to say of the result."""
         return ""
 
 
 @dataclass(frozen=True)
-class _Queue(Generic[U]):
-    units: Sequence[U]
-    worker: Worker[U]
+class _Queue(Generic[T]):
+    units: Sequence[Unit[T]]
+    worker: Worker[T]
     out: Path
     since: int
     """Rows the ledger had at the start: what failed before is tried again."""
@@ -202,14 +194,14 @@ class _Queue(Generic[U]):
             else:
                 time.sleep(_POLL_SECONDS)
 
-    def _work(self, unit: U, ledger: Ledger, stop: StopSignals) -> None:
+    def _work(self, unit: Unit[T], ledger: Ledger, stop: StopSignals) -> None:
         """One unit, in the ledger whatever comes of it, unless it was stopped. Its lock must be held."""
         number = [other.identity for other in self.units].index(unit.identity) + 1
         place = f"[{number}/{len(self.units)}]"
         self.say(f"{place} {unit.title}")
         row = {**dict(zip(("key", "stage", "config"), unit.identity, strict=True)), **unit.about}
         try:
-            row["result"] = self.worker.do(unit, stop)
+            row["result"] = self.worker.do(unit.of, stop)
         except Stopped as stopped:
             self.say(f"{place} {stopped}; the same command resumes from there")
             raise
@@ -221,7 +213,7 @@ class _Queue(Generic[U]):
                 log.exception("%s", unit.title)
                 row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
         ledger.append(row)
-        said = self.worker.after(unit, row)
+        said = self.worker.after(unit.of, row)
         if "error" in row:
             said = f"failed: {row['error']}"
             _free_memory()
@@ -234,8 +226,8 @@ def say(text: str) -> None:
 
 
 def work(
-    units: Sequence[U],
-    worker: Worker[U],
+    units: Sequence[Unit[T]],
+    worker: Worker[T],
     out: Path,
     *,
     processes: int = 1,
@@ -260,7 +252,7 @@ def work(
         raise Stopped(received=stop.received)
 
 
-def _start(queue: _Queue[U], count: int, gpus: list[str], stop: StopSignals) -> None:
+def _start(queue: _Queue[T], count: int, gpus: list[str], stop: StopSignals) -> None:
     """Processes that each see one GPU, in turn, or have their share of the threads, and end with this one."""
     import torch
 
@@ -285,7 +277,7 @@ def _start(queue: _Queue[U], count: int, gpus: list[str], stop: StopSignals) -> 
     require(asked or not dead, f"{', '.join(dead)} ended before all was done; the same command resumes")
 
 
-def _process(queue: _Queue[U], threads: int) -> None:
+def _process(queue: _Queue[T], threads: int) -> None:
     import torch
 
     with StopSignals() as stop:

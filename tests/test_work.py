@@ -18,7 +18,7 @@ import pytest
 from maelm_fast import work as module
 from maelm_fast.errors import UserError
 from maelm_fast.stop import Stopped, StopSignals
-from maelm_fast.work import LEDGER_FILE, Identity, Ledger, Unit, Worker, lock, work
+from maelm_fast.work import LEDGER_FILE, Ledger, Unit, Worker, lock, work
 
 ROOT = Path(__file__).resolve().parents[1]
 APPEND = """
@@ -115,30 +115,13 @@ def test_a_lock_file_is_removed_if_asked_for(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-@dataclass(frozen=True)
-class Sum(Unit):
-    name: str
-    first: str | None = None
-
-    @property
-    def identity(self) -> Identity:
-        return self.name, "sum", f"hash of {self.name}"
-
-    @property
-    def title(self) -> str:
-        return f"sum {self.name}"
-
-    @property
-    def about(self) -> dict[str, Any]:
-        return {"length": len(self.name)}
-
-    @property
-    def needs(self) -> Identity | None:
-        return None if self.first is None else Sum(self.first).identity
+def unit(name: str, first: str | None = None) -> Unit[str]:
+    needs = None if first is None else unit(first).identity
+    return Unit((name, "sum", f"hash of {name}"), f"sum {name}", name, {"length": len(name)}, needs)
 
 
 @dataclass
-class Adder(Worker[Sum]):
+class Adder(Worker[str]):
     """Fails at some units; a signal comes during some, before or after the last moment to stop."""
 
     fails: tuple[str, ...] = ()
@@ -147,22 +130,22 @@ class Adder(Worker[Sum]):
     begun: list[str] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
 
-    def do(self, unit: Sum, stop: StopSignals) -> dict[str, Any]:
-        self.begun.append(unit.name)
-        if unit.name in self.fails:
-            raise RuntimeError("no\nmemory") if unit.name == "b" else UserError("it is odd")
-        if unit.name in self.stops + self.late:
+    def do(self, name: str, stop: StopSignals) -> dict[str, Any]:
+        self.begun.append(name)
+        if name in self.fails:
+            raise RuntimeError("no\nmemory") if name == "b" else UserError("it is odd")
+        if name in self.stops + self.late:
             signal.raise_signal(signal.SIGINT)
-        if (received := stop()) and unit.name in self.stops:
+        if (received := stop()) and name in self.stops:
             raise Stopped(5, received)
-        return {"sum": sum(map(ord, unit.name))}
+        return {"sum": sum(map(ord, name))}
 
-    def after(self, unit: Sum, row: dict[str, Any]) -> str:
+    def after(self, name: str, row: dict[str, Any]) -> str:
         self.rows.append(row)
         return str(row.get("result", {}).get("sum"))
 
 
-UNITS = [Sum("b1", "b"), Sum("a"), Sum("b"), Sum("c"), Sum("a1", "a")]
+UNITS = [unit("b1", "b"), unit("a"), unit("b"), unit("c"), unit("a1", "a")]
 
 
 def outcomes(out: Path) -> list[tuple[str, Any]]:
@@ -199,13 +182,13 @@ def test_what_another_process_ended_before_our_lock_is_not_done_again(
     def late(path: Path, **options: bool) -> Any:
         if path.name == "hash of a.lock" and not Ledger(tmp_path).rows():
             Ledger(tmp_path).append(
-                {**dict(zip(("key", "stage", "config"), Sum("a").identity, strict=True)), "result": {"sum": 0}}
+                {**dict(zip(("key", "stage", "config"), unit("a").identity, strict=True)), "result": {"sum": 0}}
             )
         return lock(path, **options)
 
     monkeypatch.setattr(module, "lock", late)
     worker = Adder()
-    work([Sum("a"), Sum("b")], worker, tmp_path)
+    work([unit("a"), unit("b")], worker, tmp_path)
     assert worker.begun == ["b"]
     assert outcomes(tmp_path) == [("a", {"sum": 0}), ("b", {"sum": 98})]
 

@@ -98,10 +98,10 @@ class TaskOptions:
 
     def chosen(self, names: Sequence[str], glue: Sequence[str] = ()) -> list[Task]:
         """The tasks of these names, "glue" being those of `glue`, or the one in files of the user's own. UserError."""
+        own = {"--text-columns": self.text_columns, "--label-column": self.label_column, "--name": self.name}
         if self.task is None:
-            for option in ("text_columns", "label_column", "name"):
-                spelt = f"--{option.replace('_', '-')}"
-                require(getattr(self, option) is None, f"{spelt}: for files of your own, with --task")
+            for spelt, value in own.items():
+                require(value is None, f"{spelt}: for files of your own, with --task")
             several = f", or 'glue' for {', '.join(glue)}" if glue else ""
             require(bool(names), f"name a task, one of {', '.join(tasks.TASKS)}{several}, or {OWN}")
             names = list(dict.fromkeys(n for given in names for n in (glue if glue and given == "glue" else (given,))))
@@ -111,8 +111,7 @@ class TaskOptions:
             )
             return [tasks.get(name) for name in names]
         require(not names, f"'{' '.join(names)}' and --task {self.task}: name one of the two")
-        require(self.text_columns is not None, f"--task {self.task} needs --text-columns")
-        require(self.label_column is not None, f"--task {self.task} needs --label-column")
-        assert self.text_columns is not None
-        assert self.label_column is not None
-        return [tasks.custom(self.task, self.text_columns.split(","), self.label_column, name=self.name or "custom")]
+        for spelt in ("--text-columns", "--label-column"):
+            require(own[spelt] is not None, f"--task {self.task} needs {spelt}")
+        columns = str(self.text_columns).split(",")
+        return [tasks.custom(self.task, columns, str(self.label_column), name=self.name or "custom")]

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from maelm_fast.finetuning.examples import SpanExamples
 from maelm_fast.finetuning.squad import question_scores
-from maelm_fast.finetuning.windows import Windows, first_answer
+from maelm_fast.finetuning.windows import Windows
 
 N_BEST = 20
 _OUTSIDER = 1e9  # more than any logit; in float64 it leaves seven digits behind the point
@@ -138,7 +138,7 @@ def error_examples(
 def _described(examples: SpanExamples, decoded: Decoded, i: int, around: int) -> dict[str, Any]:
     context = examples.contexts[i]
     found = context.find(decoded.texts[i], int(decoded.starts[i]))
-    row = {
+    return {
         "id": examples.ids[i],
         "title": examples.titles[i],
         "question": examples.questions[i],
@@ -147,9 +147,6 @@ def _described(examples: SpanExamples, decoded: Decoded, i: int, around: int) ->
         "null_odds": float(decoded.null_odds[i]),
         "around_text": _excerpt(context, found, found + len(decoded.texts[i]), around),
     }
-    if (answer := first_answer(examples.answers[i])) is not None:
-        row["around_answer"] = _excerpt(context, answer.start, answer.start + len(answer.text), around)
-    return row
 
 
 def gold_texts(examples: SpanExamples, question: int) -> list[str]:

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
@@ -144,10 +144,10 @@ def read_task(
     """
     require(limit is None or limit >= 1, f"--limit is a number of training examples, at least 1, not {limit}")
     tables, notes = find_tables(task, data, train, validation)
-    notes += [note for split in tables.values() for table in split for note in table.notes]
+    notes += [note for table in tables.values() for note in table.notes]
     allowed = task.label_range
-    task = _complete(task, tables, notes)
-    examples = {split: _examples(task, split, parts, allowed, notes) for split, parts in tables.items()}
+    task = _complete(task, tables[TRAIN], notes)
+    examples = {split: _examples(task, split, table, allowed, notes) for split, table in tables.items()}
     for split, official in task.official:
         if split in examples and len(examples[split]) != official:
             notes.append(
@@ -164,36 +164,27 @@ def read_task(
     return replace(read, notes=(*read.notes, *absent))
 
 
-def _cells(tables: list[Table], column: str) -> Iterator[tuple[Table, int, Any]]:
-    """(table, row, value) of a column, file after file."""
-    for table in tables:
-        for row, value in enumerate(table.columns[column]):
-            yield table, row, value
-
-
-def _complete(task: Task, tables: dict[str, list[Table]], notes: list[str]) -> Task:
+def _complete(task: Task, table: Table, notes: list[str]) -> Task:
     """A task of the user's own with the classes or the range of scores that its training file has."""
-    column, labels = task.label_column, _cells(tables[TRAIN], task.label_column)
+    column, labels = task.label_column, table.columns[task.label_column]
     if task.kind == "classification" and not task.labels:
-        described = {names for table in tables[TRAIN] if (names := table.class_names.get(column))}
-        require(len(described) <= 1, f"the training files describe different classes in '{column}': write them alike")
-        found = {_class_name(column, *cell) for cell in labels}
+        found = set(map(_class_name, table.places, labels))
         numbers = [name for name in found if _NUMBER.fullmatch(name)]
         whole = all(_WHOLE.fullmatch(name) for name in found)
         require(
             len(numbers) < len(found) or whole,
-            f"the labels in column '{column}' of {tables[TRAIN][0].source} are numbers with fractions "
+            f"the labels in column '{column}' of {table.source} are numbers with fractions "
             f"({listed(numbers[:3])}): use --task regression, or give the classes names",
         )
-        names = described.pop() if described else tuple(sorted(found, key=int if whole else None))
+        names = table.class_names.get(column) or tuple(sorted(found, key=int if whole else None))
         notes.append(f"{len(names)} classes in column '{column}' of the training data: {listed(names)}")
         return with_labels(task, names)
     if task.kind == "regression" and task.label_range is None:
-        scores = [_score(None, *cell) for cell in labels]
+        scores = [_score(None, *cell) for cell in zip(table.places, labels, strict=True)]
         low, high = min(scores), max(scores)
         require(
             low < high,
-            f"every label in column '{column}' of {tables[TRAIN][0].source} is {low:g}: "
+            f"every label in column '{column}' of {table.source} is {low:g}: "
             f"there is nothing to learn; name another column with --label-column",
         )
         notes.append(f"scores in column '{column}' of the training data range from {low:g} to {high:g}")
@@ -201,48 +192,46 @@ def _complete(task: Task, tables: dict[str, list[Table]], notes: list[str]) -> T
     return task
 
 
-def _examples(
-    task: Task, split: str, tables: list[Table], allowed: tuple[float, float] | None, notes: list[str]
-) -> Split:
+def _examples(task: Task, split: str, table: Table, allowed: tuple[float, float] | None, notes: list[str]) -> Split:
     """allowed: the range of scores if it was given and not found in the training data."""
-    ids = _ids(task, split, tables, notes)
-    texts = _texts(task, split, tables, notes)
-    source, cells = ", ".join(table.source for table in tables), _cells(tables, task.label_column)
+    ids, texts = _ids(task, split, table, notes), _texts(task, split, table, notes)
+    cells = list(zip(table.places, table.columns[task.label_column], strict=True))
+    about = (task, split, table.source, ids)
     if task.kind == "spans":
-        titles = [str(title or "") for table in tables for title in table.columns.get("title", [""] * len(table))]
+        titles = [str(title or "") for title in table.columns.get("title", [""] * len(table))]
         contexts = {context: context for context in texts[1]}  # questions of a passage share one string
         shared = [contexts[context] for context in texts[1]]
-        return SpanExamples(task, split, source, ids, texts[0], shared, titles, _answers(split, cells, shared, notes))
+        return SpanExamples(*about, texts[0], shared, titles, _answers(split, cells, shared, notes))
     if task.kind == "regression":
-        labels: NDArray = np.array([_score(allowed, *cell) for cell in cells], np.float32)
-    else:
-        labels = _classes(task, cells)
-    return Examples(task, split, source, ids, texts, labels)
+        return Examples(*about, texts, np.array([_score(allowed, *cell) for cell in cells], np.float32))
+    return Examples(*about, texts, _classes(task, cells))
 
 
-def _ids(task: Task, split: str, tables: list[Table], notes: list[str]) -> list[str]:
+def _ids(task: Task, split: str, table: Table, notes: list[str]) -> list[str]:
     """Names of the rows: the id (idx) column, if each has one of its own; else numbers from 0."""
-    columns = (table.columns.get("id", table.columns.get("idx", [""] * len(table))) for table in tables)
-    ids = ["" if value is None else str(value) for column in columns for value in column]
+    column = table.columns.get("id", table.columns.get("idx", [None] * len(table)))
+    ids = ["" if value is None else str(value) for value in column]
     repeated, times = Counter(ids).most_common(1)[0]
     if times == 1 and "" not in ids:
         return ids
-    require(
-        task.kind != "spans" or not repeated or times == 1, f"{split}: {times} rows have the id '{repeated}': keep one"
-    )
+    unclear = task.kind == "spans" and bool(repeated) and times > 1
+    require(not unclear, f"{split}: {times} rows have the id '{repeated}': keep one")
     if any(ids):
         notes.append(f"{split}: not every row has an id of its own, so rows go by their numbers from 0")
     return [str(i) for i in range(len(ids))]
 
 
-def _texts(task: Task, split: str, tables: list[Table], notes: list[str]) -> tuple[list[str], ...]:
+def _texts(task: Task, split: str, table: Table, notes: list[str]) -> tuple[list[str], ...]:
     """The text columns, checked to hold text; which some tasks have pairs without."""
-    texts = tuple([_text(column, *cell) for cell in _cells(tables, column)] for column in task.text_columns)
+    texts = tuple(
+        [_text(column, *cell) for cell in zip(table.places, table.columns[column], strict=True)]
+        for column in task.text_columns
+    )
     half_empty = 0
-    for (table, row, _), row_texts in zip(_cells(tables, task.label_column), zip(*texts, strict=True), strict=True):
+    for place, row_texts in zip(table.places, zip(*texts, strict=True), strict=True):
         if empty := [column for column, text in zip(task.text_columns, row_texts, strict=True) if not text.strip()]:
             tolerated = task.may_be_empty and len(empty) < len(row_texts)
-            require(tolerated, f"{table.where(row)}: '{empty[0]}' is empty: mend or remove the row")
+            require(tolerated, f"{place}: '{empty[0]}' is empty: mend or remove the row")
             half_empty += 1
     if half_empty:
         notes.append(
@@ -252,20 +241,19 @@ def _texts(task: Task, split: str, tables: list[Table], notes: list[str]) -> tup
     return texts
 
 
-def _text(column: str, table: Table, row: int, value: Any) -> str:
+def _text(column: str, place: str, value: Any) -> str:
     if not isinstance(value, str):
         kind = "null" if value is None else f"{type(value).__name__} {str(value)[:40]}"
-        raise UserError(f"{table.where(row)}: '{column}' is not text but {kind}: mend or remove the row")
+        raise UserError(f"{place}: '{column}' is not text but {kind}: mend or remove the row")
     try:
         value.isascii() or value.encode()
     except UnicodeEncodeError:
-        raise UserError(f"{table.where(row)}: '{column}' holds half a surrogate pair: mend or remove the row") from None
+        raise UserError(f"{place}: '{column}' holds half a surrogate pair: mend or remove the row") from None
     return value
 
 
-def _class_name(column: str, table: Table, row: int, value: Any) -> str:
-    """A label as a class's name, or as the digits of its id: the name, where the file gives names to ids."""
-    where, described = table.where(row), table.class_names.get(column, ())
+def _class_name(where: str, value: Any) -> str:
+    """A label as a class's name, or as the digits of its id."""
     _require_label(value, where)
     if isinstance(value, float) and value.is_integer():  # integers with nulls among them become floats in pandas
         value = int(value)
@@ -275,8 +263,6 @@ def _class_name(column: str, table: Table, row: int, value: Any) -> str:
         )
     if isinstance(value, str) and (whole := _AS_FLOAT.fullmatch(value.strip())):
         value = whole[1]
-    if isinstance(value, int) and 0 <= value < len(described):
-        return described[value]
     return str(value).strip()
 
 
@@ -286,31 +272,29 @@ def _require_label(value: Any, where: str) -> None:
         raise UserError(f"{where} has no label: label or remove the row")
 
 
-def _classes(task: Task, cells: Iterable[tuple[Table, int, Any]]) -> NDArray[np.int64]:
+def _classes(task: Task, cells: Iterable[tuple[str, Any]]) -> NDArray[np.int64]:
     """(n,) ids of the classes: of their names, or ids as they stand unless names are numbers themselves."""
     ids = {name: i for i, name in enumerate(task.labels)}
     by_id = not any(_WHOLE.fullmatch(name) for name in task.labels)
     if by_id:
         ids |= {str(i): i for i in range(len(task.labels))}
     labels = []
-    for table, row, value in cells:
-        name = _class_name(task.label_column, table, row, value)
+    for where, value in cells:
+        name = _class_name(where, value)
         if name not in ids:
             require(
                 not (task.official and name == "-1"),
-                f"{table.where(row)}: label -1 stands for a hidden one (test labels are not public): "
-                f"use a split that has labels",
+                f"{where}: label -1 stands for a hidden one (test labels are not public): use a split that has labels",
             )
             raise UserError(
-                f"{table.where(row)}: unknown label '{name[:40]}': the classes are {listed(task.labels)}"
+                f"{where}: unknown label '{name[:40]}': the classes are {listed(task.labels)}"
                 + (f", or their ids from 0 to {len(task.labels) - 1}" if by_id else "")
             )
         labels.append(ids[name])
     return np.array(labels, np.int64)
 
 
-def _score(allowed: tuple[float, float] | None, table: Table, row: int, value: Any) -> float:
-    where = table.where(row)
+def _score(allowed: tuple[float, float] | None, where: str, value: Any) -> float:
     _require_label(value, where)
     try:
         score = float("no number" if isinstance(value, bool) else value)
@@ -327,17 +311,17 @@ def _score(allowed: tuple[float, float] | None, table: Table, row: int, value: A
 
 
 def _answers(
-    split: str, cells: Iterable[tuple[Table, int, Any]], contexts: list[str], notes: list[str]
+    split: str, cells: Iterable[tuple[str, Any]], contexts: list[str], notes: list[str]
 ) -> list[tuple[Answer, ...]]:
     moved = missing = 0
     result = []
-    for (table, row, value), context in zip(cells, contexts, strict=True):
+    for (where, value), context in zip(cells, contexts, strict=True):
         answers = []
-        for text, stated in _answer_pairs(value, table.where(row)):
+        for text, stated in _answer_pairs(value, where):
             start = stated if stated >= 0 and context.startswith(text, stated) else context.find(text)
             require(
                 start >= 0 or split != TRAIN,
-                f"{table.where(row)}: the passage lacks the answer '{text[:60]}': mend or remove the row",
+                f"{where}: the passage lacks the answer '{text[:60]}': mend or remove the row",
             )
             missing += start < 0
             moved += 0 <= start != stated

@@ -91,12 +91,5 @@ class Origin:
 
     def load(self, dropout: float, seed: int = 0, head: bool = False) -> TextEncoder:
         """seed: of random weights. head: as encoders.load_encoder."""
-        return load_encoder(
-            self.path,
-            step=self.step,
-            engine=self.engine,
-            dropout=dropout,
-            random_init=self.random_init,
-            seed=seed,
-            head=head,
-        )
+        what: dict[str, Any] = {"step": self.step, "engine": self.engine, "random_init": self.random_init}
+        return load_encoder(self.path, dropout=dropout, seed=seed, head=head, **what)

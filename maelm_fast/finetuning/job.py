@@ -42,7 +42,7 @@ from maelm_fast.stop import StopSignals
 from maelm_fast.training.files import damage, newest_whole, write_directory, write_json, write_text
 from maelm_fast.training.hardware import device_name, environment
 from maelm_fast.training.runlog import Display
-from maelm_fast.work import Identity, Ledger, Unit, Worker, lock, work
+from maelm_fast.work import Ledger, Unit, Worker, lock, work
 
 CONFIG_FILE = "config.yaml"
 
@@ -90,7 +90,7 @@ def finetune(
         say(_banner(encoder, problem, config, seeds, f"{device_name(device)} in {precision}"))
         for note in data.notes:
             say(f"note: {note}")
-        units = [_Seed(seed, digest(record)) for seed in seeds]
+        units = [Unit((f"seed {seed}", "finetune", digest(record)), f"seed {seed}", seed) for seed in seeds]
         worker = _Worker(problem, origin, None if random_init else encoder, config, out, say)
         work(units, worker, out, keep_going=False, say=say)
         results = [Result(**Ledger(out).ended()[0][unit.identity]) for unit in units]
@@ -105,22 +105,8 @@ def finetune(
     return results
 
 
-@dataclass(frozen=True)
-class _Seed(Unit):
-    seed: int
-    config: str
-
-    @property
-    def identity(self) -> Identity:
-        return f"seed {self.seed}", "finetune", self.config
-
-    @property
-    def title(self) -> str:
-        return f"seed {self.seed}"
-
-
 @dataclass
-class _Worker(Worker[_Seed]):
+class _Worker(Worker[int]):
     problem: Problem
     origin: Origin
     encoder: TextEncoder | None
@@ -129,10 +115,10 @@ class _Worker(Worker[_Seed]):
     out: Path
     say: Callable[[str], None]
 
-    def do(self, unit: _Seed, stop: StopSignals) -> dict[str, Any]:
+    def do(self, seed: int, stop: StopSignals) -> dict[str, Any]:
         """Trains, and leaves weights and evaluation in seeds/. Returns Result.to_dict()."""
-        encoder = self.encoder or self.origin.load(self.config.dropout, unit.seed)
-        config, task, state = replace(self.config, seed=unit.seed), self.problem.data.task, self._state(unit)
+        encoder = self.encoder or self.origin.load(self.config.dropout, seed)
+        config, task, state = replace(self.config, seed=seed), self.problem.data.task, self._state(seed)
         steps = total_updates(self.problem.train_size, config)
         items = "windows" if task.kind == "spans" else "examples"
         done = int(path.name[5:]) if (path := newest_whole(state)) else 0
@@ -156,18 +142,18 @@ class _Worker(Worker[_Seed]):
             save_file(on_host(model), aside / "model.safetensors")
             write_json(aside / "evaluation.json", dataclasses.asdict(evaluation))
 
-        kept = _kept(self.out, unit.seed)
+        kept = _kept(self.out, seed)
         shutil.rmtree(kept, ignore_errors=True)
         with writing(kept, "the same command resumes"):
             write_directory(kept, fill)
         return result.to_dict()
 
-    def after(self, unit: _Seed, row: dict[str, Any]) -> str:
-        shutil.rmtree(self._state(unit), ignore_errors=True)
+    def after(self, seed: int, row: dict[str, Any]) -> str:
+        shutil.rmtree(self._state(seed), ignore_errors=True)
         return ""
 
-    def _state(self, unit: _Seed) -> Path:
-        return self.out / "state" / f"seed_{unit.seed}"
+    def _state(self, seed: int) -> Path:
+        return self.out / "state" / f"seed_{seed}"
 
 
 def _kept(out: Path, seed: int) -> Path:

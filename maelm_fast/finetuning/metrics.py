@@ -36,20 +36,18 @@ def evaluate(task: Task, predictions: NDArray, labels: NDArray) -> dict[str, flo
 
     predictions, labels: (n,) ids of classes, or raw scores. f1 is that of class 1 of two, macro_f1 the mean over the
     classes. A correlation (Matthews, Spearman, Pearson) is 0 where it has no value: predictions or labels that are all
-    alike, or predictions that are not finite. Raises ValueError for shapes that do not agree, UserError without
-    scikit-learn.
+    alike, or predictions that are not finite. Raises UserError without scikit-learn.
     """
-    if predictions.shape != labels.shape or predictions.ndim != 1 or not len(labels):
-        raise ValueError(f"predictions {predictions.shape} and labels {labels.shape} must be two rows of one length")
     require_scikit_learn()
     return {name: 100.0 * _metric(name, task, predictions, labels) for name in task.metrics}
 
 
 def confusion(task: Task, predictions: NDArray, labels: NDArray) -> NDArray[np.int64]:
     """(classes, classes) counts; a row is a true class, a column a predicted one."""
-    classes = len(task.labels)
-    counts = np.bincount(labels * classes + predictions, minlength=classes * classes)
-    return counts.astype(np.int64).reshape(classes, classes)
+    from sklearn.metrics import confusion_matrix
+
+    counts: NDArray[np.int64] = confusion_matrix(labels, predictions, labels=range(len(task.labels)))
+    return counts
 
 
 def _metric(name: str, task: Task, predictions: NDArray, labels: NDArray) -> float:
@@ -88,8 +86,7 @@ def baselines(data: TaskData, split: str | None = None) -> dict[str, dict[str, f
     if isinstance(validation, SpanExamples):
         return _span_baselines(validation)
     require_scikit_learn()
-    if not isinstance(data.train, Examples):
-        raise ValueError("training and validation examples are of different kinds")
+    assert isinstance(data.train, Examples)
     fitted = {"length": _lengths}
     if len(data.task.text_columns) == 2:
         fitted["overlap"] = _overlap

@@ -87,13 +87,8 @@ class SentenceProblem(Problem):
         self.validation_inputs = concatenated(list(self.validation.values()))
         labels = data.train.labels
         self.targets = torch.from_numpy(self.task.scale(labels) if self.task.kind == "regression" else labels)
-        self.truncation = {
-            "max_length": longest,
-            **{
-                name: {"inputs": len(part), "cut": part.cut, "cut_tokens": part.cut_tokens, "longest": part.longest}
-                for name, part in {"train": self.train, **self.validation}.items()
-            },
-        }
+        parts = {"train": self.train, **self.validation}
+        self.truncation = {"max_length": longest, **{name: part.truncation for name, part in parts.items()}}
 
     def model(self, encoder: TextEncoder, config: FinetuneConfig) -> SequenceModel:
         return SequenceModel(encoder, self.task.outputs, config.dropout, config.seed)

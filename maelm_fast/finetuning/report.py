@@ -33,6 +33,7 @@ from maelm_fast.errors import UserError
 from maelm_fast.finetuning.examples import TaskData
 from maelm_fast.finetuning.fingerprint import NOT_DECIDING, Origin
 from maelm_fast.finetuning.problem import EVALUATION_TOKENS, Evaluation, autocast, evaluation_batches, token_batch
+from maelm_fast.finetuning.tasks import Task
 from maelm_fast.reporting import (
     GREY,
     NONE,
@@ -42,13 +43,11 @@ from maelm_fast.reporting import (
     grid,
     layer_axis,
     look,
-    low_to_high,
     measured,
     number,
-    per_group,
+    over_seeds,
     save,
     table,
-    where,
     write_results,
 )
 from maelm_fast.text import Inputs
@@ -108,18 +107,15 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:
     """Median and spread over the seeds, at the best evaluation and after the last step."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for split, metrics in results[0].metrics.items():
-        found[split] = {name: spread([result.metrics[split][name] for result in results]) for name in metrics}
+    spreads = ("best", "last", "seconds", "examples_per_s", "tokens_per_s")
     return {
         "seeds": [result.seed for result in results],
         "median_seed": median_of(results).seed,
-        "best": spread([result.best for result in results]),
-        "last": spread([result.last for result in results]),
-        "metrics_at_best": found,
-        "seconds": spread([result.seconds for result in results]),
-        "examples_per_s": spread([result.examples_per_s for result in results]),
-        "tokens_per_s": spread([result.tokens_per_s for result in results]),
+        **{name: spread([getattr(result, name) for result in results]) for name in spreads},
+        "metrics_at_best": {
+            split: {name: spread([result.metrics[split][name] for result in results]) for name in metrics}
+            for split, metrics in results[0].metrics.items()
+        },
         "skipped_updates": sum(result.skipped for result in results),
     }
 
@@ -181,9 +177,8 @@ def write_report(
     with writing(out, "the same command resumes"):
         predictions = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in evaluation.predictions)
         write_text(out / "predictions.jsonl", predictions)
-        rows = results_rows(results, baselines)
-        write_results(out, rows)
-        write_text(out / "REPORT.md", "\n".join(_markdown(values, data, results, rows)))
+        write_results(out, results_rows(results, baselines))
+        write_text(out / "REPORT.md", "\n".join(_markdown(values, data, results)))
         try:
             _plot_curves(values, results, out / "curves.png")
             if len(task.labels) > MAX_CLASSES:
@@ -198,7 +193,7 @@ def write_report(
 def terminal_lines(data: TaskData, results: Sequence[Result], baselines: dict[str, dict[str, float]]) -> list[str]:
     """The first split's table, as in REPORT.md, and how fast it was."""
     first = next(iter(data.validation))
-    scores = _scores(where(results_rows(results, baselines), split=first), data, results[0].metrics[first])
+    scores = _scores(results, first, data.task, baselines)
     title = f"{data.task.title}, development set {first}; of each seed the best of {len(results[0].curve)} evaluations"
     speed, cut = _speed(summary(results), data), cut_inputs(results[0].truncation)
     return [title, *aligned(scores), speed, *([f"inputs cut: {cut}"] if cut else [])]
@@ -234,7 +229,7 @@ def task_table(tasks: Iterable[TaskData], truncation: Mapping[str, dict[str, Any
     return [*table(header, rows), *notes, *([""] if notes else [])]
 
 
-def _markdown(values: dict[str, Any], data: TaskData, results: Sequence[Result], rows: Any) -> list[str]:
+def _markdown(values: dict[str, Any], data: TaskData, results: Sequence[Result]) -> list[str]:
     """REPORT.md."""
     model, total, rank, cut = values["model"], values["summary"], values["effective_rank"], values["truncation"]
     chosen = total["median_seed"]
@@ -256,7 +251,7 @@ def _markdown(values: dict[str, Any], data: TaskData, results: Sequence[Result],
         "",
     ]
     for split in results[0].metrics:
-        header, *body = _scores(where(rows, split=split), data, results[0].metrics[split])
+        header, *body = _scores(results, split, data.task, values["baselines"])
         lines += [f"## {split}", "", *table(header, body)]
     lines += [
         "## Settings and speed",
@@ -283,28 +278,23 @@ def _markdown(values: dict[str, Any], data: TaskData, results: Sequence[Result],
     return lines
 
 
-def _scores(rows: Any, data: TaskData, metrics: Iterable[str]) -> list[list[str]]:
+def _scores(
+    results: Sequence[Result], split: str, task: Task, baselines: dict[str, dict[str, float]]
+) -> list[list[str]]:
     """A table of one development split, its header first: baselines (of the first split), seeds, their median."""
-    names = [name for name in metrics if name in data.task.metrics or name.endswith("_thresh")]
-    runs, floors = rows[rows["seed"].notna()], rows[rows["seed"].isna()]
-    best, floor = where(runs, best=True), per_group(floors, "model", "metric")
-    found = {"best": best, "last": runs[runs["step"] == runs["step"].max()]}
-    lines = [
-        ["", *names],
-        *(
-            [model, *(number(floor.get((model, name), [None])[0], 2) for name in names)]
-            for model in floors["model"].unique()
-        ),
-    ]
-    for seed in runs["seed"].unique():
-        for when, part in found.items():
-            values = per_group(where(part, seed=seed), "metric")
-            lines.append([f"seed {seed}, {when}", *(number(values[name][0], 2) for name in names)])
-    over = per_group(best, "metric")
-    lines.append(["median, best", *(number(statistics.median(over[name]), 2) for name in names)])
-    if runs["seed"].nunique() > 1:
-        lines.append(["min..max, best", *(low_to_high(over[name], 2) for name in names)])
-    return lines
+
+    def line(name: str, found: Mapping[str, float]) -> list[str]:
+        return [name, *(number(found.get(metric), 2) for metric in metrics)]
+
+    there = results[0].metrics[split]
+    metrics = [name for name in there if name in task.metrics or name.endswith("_thresh")]
+    floors = baselines if split == next(iter(results[0].metrics)) else {}
+    lines = [["", *metrics], *(line(name, found) for name, found in floors.items())]
+    for result in results:
+        lines.append(line(f"seed {result.seed}, best", result.metrics[split]))
+        lines.append(line(f"seed {result.seed}, last", result.curve[-1]["metrics"][split]))
+    best = (over_seeds([result.metrics[split][name] for result in results], 2) for name in metrics)
+    return [*lines, ["median, best" + (" [lowest, highest]" if len(results) > 1 else ""), *best]]
 
 
 def _confusion(matrix: list[list[int]], classes: list[str]) -> list[str]:

@@ -77,8 +77,6 @@ class SpanProblem(Problem):
             "stride": stride,
             **{name: windows.report() for name, windows in {"train": self.train, **self.validation}.items()},
         }
-        answers = self.train.examples.answers
-        self.truncation["train"]["with_further_answers"] = sum(len(set(several)) > 1 for several in answers)
 
     def model(self, encoder: TextEncoder, config: FinetuneConfig) -> SpanModel:
         return SpanModel(encoder, config.seed)

@@ -30,17 +30,31 @@ class Table:
     source: str
     columns: dict[str, list[Any]]
     """The columns asked for, those optional that are there."""
-    places: Sequence[str]
-    """Where each row stands: "row 3", "line 7"."""
+    places: list[str]
+    """Where each row stands, for messages: "train.csv: line 7"."""
     class_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Of columns that the file describes as ClassLabel (the hub's parquet files do)."""
+    """Of columns that the file describes as ClassLabel (the hub's parquet files do); they hold names then, not ids."""
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.places)
 
-    def where(self, row: int) -> str:
-        return f"{self.source}: {self.places[row]}"
+
+def _joined(tables: list[Table]) -> Table:
+    """One after another; a column that only some have is None in the others. UserError if one is empty."""
+    for table in tables:
+        require(len(table) > 0, f"{table.source} has no rows: choose another")
+    columns = dict.fromkeys(name for table in tables for name in table.columns)
+    described = {name: {table.class_names[name] for table in tables if name in table.class_names} for name in columns}
+    for name, several in described.items():
+        require(len(several) <= 1, f"the files describe different classes in '{name}': write them alike")
+    return Table(
+        ", ".join(table.source for table in tables),
+        {name: [v for table in tables for v in table.columns.get(name, [None] * len(table))] for name in columns},
+        [place for table in tables for place in table.places],
+        {name: several.pop() for name, several in described.items() if several},
+        tuple(note for table in tables for note in table.notes),
+    )
 
 
 Wanted = Mapping[str, bool]
@@ -48,14 +62,12 @@ Wanted = Mapping[str, bool]
 
 
 def read_table(path: Path, wanted: Wanted) -> Table:
-    """The columns of a file. Raises UserError if it is damaged or empty or lacks a column that must be there."""
+    """The columns of a file. Raises UserError if it is damaged or lacks a column that must be there."""
     require(path.suffix in FORMATS, f"{path}: unknown kind of file: use one of {', '.join(FORMATS)}")
     try:
-        table = (_parquet if path.suffix == ".parquet" else _text)(path, wanted)
+        return (_parquet if path.suffix == ".parquet" else _text)(path, wanted)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {first_line(error)}") from None
-    require(len(table) > 0, f"{path} has no rows: give a file with examples")
-    return table
 
 
 class HubUnreachable(UserError):
@@ -78,7 +90,6 @@ def read_hub(name: str, config: str | None, split: str, wanted: Wanted) -> Table
             f"{source}, split {split}, cannot be read: {first_line(error)} "
             f"(splits are named with --train and --validation; without a network give --data a directory)"
         ) from None
-    require(len(arrow) > 0, f"{source}, split {split}, has no rows: choose another")
     return _of_arrow(f"{source} {split}", arrow, rows.features)
 
 
@@ -86,7 +97,9 @@ def _of_arrow(source: str, arrow: pa.Table, features: Mapping[str, Any]) -> Tabl
     """features: as `datasets` describes the columns."""
     columns = {column: arrow.column(column).to_pylist() for column in arrow.column_names}
     classes = {column: tuple(names) for column in columns if (names := getattr(features[column], "names", None))}
-    return Table(source, columns, [f"row {number}" for number in range(1, len(arrow) + 1)], classes)
+    for column, names in classes.items():
+        columns[column] = [names[i] if isinstance(i, int) and 0 <= i < len(names) else i for i in columns[column]]
+    return Table(source, columns, [f"{source}: row {number}" for number in range(1, len(arrow) + 1)], classes)
 
 
 def _parquet(path: Path, wanted: Wanted) -> Table:
@@ -115,7 +128,7 @@ def _text(path: Path, wanted: Wanted) -> Table:
     cells = [cell for _, row in found for cell in row.values()] if path.suffix == ".tsv" else []
     quoted = sum(cell[:1] == '"' == cell[-1:] and '""' in cell[1:-1] for cell in cells)
     note = f"{path}: {quoted:,} fields in quotation marks, which tsv keeps as text: if not meant to be there, use .csv"
-    return Table(str(path), columns, [where for where, _ in found], notes=(note,) if quoted else ())
+    return Table(str(path), columns, [f"{path}: {where}" for where, _ in found], notes=(note,) if quoted else ())
 
 
 def _squad_rows(path: Path, articles: list[dict[str, Any]]) -> list[tuple[str, Any]]:
@@ -150,10 +163,15 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _NAMES_SHOWN = 10
 
 
+def place_of(task: str, sources: Sequence[str]) -> str:
+    """The first of several directories, or hub, that has the task; the first of all if none has its folder."""
+    return next((s for s in sources if s.startswith(HUB) or (Path(s) / task).is_dir()), sources[0])
+
+
 def find_tables(
     task: Task, data: str, train: Sequence[str], validation: Sequence[str]
-) -> tuple[dict[str, list[Table]], list[str]]:
-    """(split -> its tables in order, notes), "train" first. Raises UserError if one is missing or several would do.
+) -> tuple[dict[str, Table], list[str]]:
+    """(split -> its rows, notes), "train" first. Raises UserError if one is missing or several would do.
 
     A directory may lack a validation split other than the first.
     """
@@ -185,7 +203,7 @@ def find_tables(
         else:
             notes.append(f"{split}: not there, so nothing is said about it")
     _require_once([str(path.resolve()) for paths in files.values() for path in paths])
-    return {split: [read_table(path, wanted) for path in paths] for split, paths in files.items()}, notes
+    return {split: _joined([read_table(path, wanted) for path in paths]) for split, paths in files.items()}, notes
 
 
 def _require_once(places: Sequence[str]) -> None:
@@ -237,7 +255,7 @@ def _split_files(directory: Path, split: str, notes: list[str]) -> list[Path]:
 
 def _hub_tables(
     task: Task, data: str, given: dict[str, list[str]], wanted: Wanted
-) -> tuple[dict[str, list[Table]], list[str]]:
+) -> tuple[dict[str, Table], list[str]]:
     if data == HUB:
         require(
             task.hub is not None, f"{task.name} is not a task of the hub: give --data hub:owner/name, or a directory"
@@ -249,7 +267,9 @@ def _hub_tables(
         require(bool(name), f"--data {data} names no dataset: write hub:owner/name or hub:owner/name:configuration")
     splits = {split: parts or [split] for split, parts in given.items()}
     _require_once([part for parts in splits.values() for part in parts])
-    tables = {split: [read_hub(name, config, part, wanted) for part in parts] for split, parts in splits.items()}
+    tables = {
+        split: _joined([read_hub(name, config, part, wanted) for part in parts]) for split, parts in splits.items()
+    }
     asked = [f"{split}: {', '.join(parts)} of {data}, as asked for" for split, parts in given.items() if parts]
     return tables, asked
 

@@ -80,12 +80,9 @@ class Windows:
         reached = np.zeros(len(self.examples), dtype=bool)
         reached[self.question[self.targets[:, 1] > 0]] = True
         return {
+            **self.inputs.truncation,
             "inputs": len(self.examples),
             "windows": len(self),
-            "cut": self.inputs.cut,
-            "cut_tokens": self.inputs.cut_tokens,
-            "longest": self.inputs.longest,
-            "passages_in_several_windows": int((np.bincount(self.question) > 1).sum()),
             "answers_in_no_window": int((answered & ~reached).sum()),
             "answers_not_whole_tokens": sum(
                 self.text(i, *self.passage_of(i).span(answer)) != answer.text.strip()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from maelm_fast.paper.plan import Cell, Plan
 from maelm_fast.paper.scales import Scale
 from maelm_fast.training.hardware import choose_device, choose_precision, device_name, is_out_of_memory
 from maelm_fast.training.optim import build_optimizer
+from maelm_fast.training.step import TrainStep
 
 ASSUMED_GPU, ASSUMED_SHARE = "NVIDIA H100", 0.4
 _BYTES_PER_TOKEN = 4.0  # of downstream text
@@ -37,15 +38,11 @@ _FEW_TOKENS = 4096  # of a calibrating micro-batch at most, on a CPU; a GPU woul
 _SECONDS, _STEPS = 2.0, 3  # of a calibration, at least
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """tokens: original tokens trained on."""
 
-    tokens: float = 0
-    flops: float = 0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.tokens + other.tokens, self.flops + other.flops)
+    tokens: float
+    flops: float
 
 
 def cost(cell: Cell, steps_done: int = 0) -> Cost:
@@ -106,29 +103,20 @@ def needs_gpu_missing_here(scale: Scale) -> bool:
 
 def measured_rate(config: RunConfig) -> float:
     """FLOP/s of a few steps on random tokens: the median, after one that is not counted."""
-    device = choose_device(config.runtime)
-    bf16 = choose_precision(config.runtime, device) == "bf16"
-    length = config.model.max_positions
-    size = config.runtime.sequences_at_once
+    device, length = choose_device(config.runtime), config.model.max_positions
+    precision, size = choose_precision(config.runtime, device), config.runtime.sequences_at_once
     if device.type == "cpu":
         size = max(1, min(size, _FEW_TOKENS // length))
     with torch.random.fork_rng(devices=[]):
         model = MaeLm(config.model).to(device)
-    optimizer = build_optimizer(model, config.optim, "bf16" if bf16 else "fp32")
+    step = TrainStep(model, build_optimizer(model, config.optim, precision), config.optim.clip_norm, precision)
     batch = _random_batch(config, model, size, length).to(device)
-    flops = training_flops(config.model, *batch.lengths)
     seconds: list[float] = []
     while len(seconds) <= _STEPS or sum(seconds) < _SECONDS:
         start = time.perf_counter()
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
-            loss, _ = model(batch, dropout_seed=len(seconds))
-        (loss / batch.counts.masked).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        step([batch], torch.zeros(1, dtype=torch.int64, device=device), 0.0).cpu()  # which waits for a GPU
         seconds.append(time.perf_counter() - start)
-    return flops / statistics.median(seconds[1:])
+    return training_flops(config.model, *batch.lengths) / statistics.median(seconds[1:])
 
 
 def _random_batch(config: RunConfig, model: MaeLm, size: int, length: int) -> PackedBatch:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from maelm_fast.config import to_dict
 from maelm_fast.errors import UserError
@@ -16,11 +15,11 @@ from maelm_fast.finetuning import tasks
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import TaskData, read_task
 from maelm_fast.finetuning.fingerprint import deciding, digest
-from maelm_fast.finetuning.tables import HubUnreachable
+from maelm_fast.finetuning.tables import HubUnreachable, place_of
 from maelm_fast.finetuning.tasks import Task
 from maelm_fast.paper.grids import Grid
 from maelm_fast.paper.prompting.fewshot import SPLIT_SEEDS, FewShotConfig, base_config
-from maelm_fast.paper.prompting.plan import MODES, Mode
+from maelm_fast.paper.prompting.run import MODES, Mode
 from maelm_fast.paper.prompting.templates import TEMPLATES
 from maelm_fast.paper.scales import Downstream
 
@@ -120,10 +119,10 @@ class Found:
 def find_tasks(
     names: Sequence[str], sources: Sequence[str], amount: Downstream, one: bool, files: Mapping[str, Files]
 ) -> Found:
-    """Reads each task from the first of the sources (each read_task's `data`) that has it, as much as the scale takes;
-    with `one` only the first task that is there. files: of the tasks that need them.
+    """Reads each task from the first of the sources (each read_task's `data`) that has its folder, as much as the scale
+    takes; with `one` only the first task that is there. files: of the tasks that need them.
 
-    A task that none of them has, or has in order, is left out with the reason; the plan and the report name it.
+    A task that is not there, or not in order, is left out with the reason; the plan and the report name it.
     Raises UserError if not one task is there, if one whose files were named is not read, or without a network for the
     hub."""
     data: dict[str, TaskData] = {}
@@ -131,20 +130,14 @@ def find_tasks(
     for name in names:
         if one and data:
             break
-        named, reasons = files.get(name, {}), dict[str, str]()
-        for source in sources:
-            try:
-                read = read_task(tasks.get(name), source, named.get("train", ()), named.get("validation", ()))
-            except HubUnreachable:
-                raise
-            except UserError as error:
-                reasons[source] = str(error)
-            else:
-                data[name] = read.limited(*amount.limits(read.task))
-                break
-        else:
-            having = [source for source in sources if (Path(source) / name).is_dir()]
-            left_out[name] = reasons[(having or list(sources))[0]]
+        named, source = files.get(name, {}), place_of(name, sources)
+        try:
+            read = read_task(tasks.get(name), source, named.get("train", ()), named.get("validation", ()))
+            data[name] = read.limited(*amount.limits(read.task))
+        except HubUnreachable:
+            raise
+        except UserError as error:
+            left_out[name] = str(error)
     for name in files:
         if name not in data:
             why = left_out.get(name) or f"one task is enough here, and {next(iter(data))} comes first"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from maelm_fast.finetuning.tasks import Task
-from maelm_fast.paper.prompting.plan import MODES
+from maelm_fast.paper.prompting.run import MODES
 from maelm_fast.paper.results import RANDOM, REAL, Results, passes, predicts_all, pretraining_input, untrained
 from maelm_fast.paper.scores import column
 from maelm_fast.reporting import (

@@ -6,6 +6,7 @@ none here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 Row = tuple[str, ...]
@@ -17,6 +18,10 @@ class PaperTable:
 
     columns: Row
     groups: tuple[tuple[str, tuple[Row, ...]], ...]
+
+    def named(self, group: int) -> list[tuple[str, Mapping[str, str]]]:
+        """Of each row of a block the model's name, and its cells by the column's header."""
+        return [(row[0], dict(zip(self.columns[1:], row[1:], strict=True))) for row in self.groups[group][1]]
 
 
 def _table(text: str) -> PaperTable:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from maelm_fast.data.files import writing
 from maelm_fast.data.token_store import Manifest
 from maelm_fast.finetuning.tasks import Task
 from maelm_fast.paper import printed, provenance
@@ -19,7 +20,7 @@ from maelm_fast.paper.catalogue import Row
 from maelm_fast.paper.downstream import Prompting, label_words
 from maelm_fast.paper.figures import draw
 from maelm_fast.paper.plan import differences
-from maelm_fast.paper.prompting.plan import METRICS, MODES
+from maelm_fast.paper.prompting.run import METRICS, MODES
 from maelm_fast.paper.results import (
     RANDOM,
     REAL,
@@ -53,11 +54,12 @@ _BASELINES = {
 
 def write_report(results: Results, out: Path, manifests: dict[str, Manifest], run_names: dict[str, str]) -> None:
     """All files of this module's list. manifests: of the token stores, by path. run_names: the run directories' names,
-    by the cell's key. Raises OSError."""
-    out.mkdir(parents=True, exist_ok=True)
-    draw(results, out / FIGURE)
-    write_results(out, results.rows)
-    write_text(out / REPORT, report(results, manifests, run_names))
+    by the cell's key. Raises UserError if they cannot be written."""
+    with writing(out, "the same command resumes"):
+        out.mkdir(parents=True, exist_ok=True)
+        draw(results, out / FIGURE)
+        write_results(out, results.rows)
+        write_text(out / REPORT, report(results, manifests, run_names))
 
 
 def report(results: Results, manifests: dict[str, Manifest], run_names: dict[str, str]) -> str:

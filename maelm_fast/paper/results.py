@@ -19,7 +19,7 @@ from maelm_fast.finetuning.tasks import Task
 from maelm_fast.paper.catalogue import GLUE, Row
 from maelm_fast.paper.downstream import Prompting
 from maelm_fast.paper.plan import PRETRAINING, Cell, Plan, rank_stage
-from maelm_fast.paper.prompting.plan import METRICS
+from maelm_fast.paper.prompting.run import METRICS
 from maelm_fast.paper.scores import AVERAGE, averages, best_cells, own_scores
 from maelm_fast.reporting import frame, measured, where
 from maelm_fast.work import Ledger
@@ -69,18 +69,6 @@ class Results:
             if any(self.stage(cell, stage) is None for stage in stages):
                 left.append(cell)
         return left
-
-    def equal_losses(self) -> list[tuple[Cell, Cell]]:
-        """Runs of one seed whose configurations differ but whose validation losses do not, to the last bit: whatever
-        sets them apart had no effect."""
-        seen: dict[tuple[int, float], Cell] = {}
-        pairs = []
-        for cell in self.plan.runs:
-            if (result := self.pretraining(cell)) is not None:
-                first = seen.setdefault((cell.config.seed, result["val_loss"]), cell)
-                if first is not cell:
-                    pairs.append((first, cell))
-        return pairs
 
     @property
     def glue(self) -> list[Task]:

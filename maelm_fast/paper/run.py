@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,17 +36,17 @@ from maelm_fast.finetuning.tasks import Task
 from maelm_fast.paper.downstream import FineTuning, Found, Prompting, label_words
 from maelm_fast.paper.plan import PRETRAINING, Cell, Plan, rank_stage, the_store_fits
 from maelm_fast.paper.prompting.fewshot import base_config
-from maelm_fast.paper.prompting.plan import Plan as PromptingPlan
-from maelm_fast.paper.prompting.plan import make_question
+from maelm_fast.paper.prompting.run import Plan as PromptingPlan
+from maelm_fast.paper.prompting.run import make_question, prompt
 from maelm_fast.paper.prompting.templates import Template, label_ids, template_for
-from maelm_fast.paper.results import BASELINES, Results
+from maelm_fast.paper.results import BASELINES
 from maelm_fast.paper.scales import Corpus
 from maelm_fast.paper.trials import Trials
 from maelm_fast.stop import StopSignals
 from maelm_fast.training.hardware import choose_device
 from maelm_fast.training.job import pretrain
 from maelm_fast.training.rundir import RunDir, load_run
-from maelm_fast.work import Identity, Ledger, Unit, Worker, lock, work
+from maelm_fast.work import Ledger, Unit, Worker, lock, work
 
 
 def is_store(data: str) -> bool:
@@ -93,39 +94,16 @@ def _prepare_config(data: str, corpus: Corpus, out: Path) -> PrepareConfig:
     )
 
 
-@dataclass(frozen=True)
-class Part(Unit):
-    """One stage of a cell. All but pretraining need that one first."""
+Part = tuple[Cell, str]
+"""A cell and a stage of it. All but pretraining need that one first."""
 
-    cell: Cell
-    stage: str
-    config: str
-    out: Path
 
-    @property
-    def identity(self) -> Identity:
-        return self.cell.key, self.stage, self.config
-
-    @property
-    def title(self) -> str:
-        return f"{self.cell.title}: {self.stage}"
-
-    @property
-    def about(self) -> dict[str, Any]:
-        return {"label": self.cell.row.label, "seed": self.cell.config.seed, "run": self.run.path.name}
-
-    @property
-    def needs(self) -> Identity | None:
-        return None if self.stage == PRETRAINING else (self.cell.key, PRETRAINING, self.cell.key)
-
-    @property
-    def run(self) -> RunDir:
-        return run_dir(self.out, self.cell)
-
-    @property
-    def unit(self) -> FineTuning | Prompting | None:
-        """None: pretraining, or ranks."""
-        return next((unit for unit in self.cell.units if unit.stage == self.stage), None)
+def units(plan: Plan, out: Path) -> Iterator[Unit[Part]]:
+    for cell in plan.runs:
+        about = {"label": cell.row.label, "seed": cell.config.seed, "run": run_dir(out, cell).path.name}
+        for stage, config in cell.stages.items():
+            needs = None if stage == PRETRAINING else (cell.key, PRETRAINING, cell.key)
+            yield Unit((cell.key, stage, config), f"{cell.title}: {stage}", (cell, stage), about, needs)
 
 
 def run_plan(plan: Plan, out: Path) -> None:
@@ -133,15 +111,9 @@ def run_plan(plan: Plan, out: Path) -> None:
 
     Parts that fail are recorded in the ledger and cost only themselves; without its pretraining a cell has no more
     parts. Raises Stopped after SIGTERM or SIGINT."""
-    ledger = Ledger(out)
     if plan.found is not None:
-        _baselines(plan.found, ledger, out)
-    unfinished = {cell.key for cell in Results(plan, ledger).unfinished()}
-    for number, cell in enumerate(plan.runs, start=1):
-        if cell.key not in unfinished:
-            print(f"[{number}/{len(plan.runs)}] {cell.title}: finished", flush=True)
-    parts = [Part(cell, stage, config, out) for cell in plan.runs for stage, config in cell.stages.items()]
-    work(parts, _Worker(plan.found.data if plan.found is not None else {}, Trials(out)), out)
+        _baselines(plan.found, Ledger(out), out)
+    work(list(units(plan, out)), _Worker(plan.found.data if plan.found is not None else {}, Trials(out), out), out)
 
 
 def _baselines(found: Found, ledger: Ledger, out: Path) -> None:
@@ -157,28 +129,30 @@ def _baselines(found: Found, ledger: Ledger, out: Path) -> None:
 class _Worker(Worker[Part]):
     tasks: dict[str, TaskData]
     trials: Trials
+    out: Path
 
     def do(self, part: Part, stop: StopSignals) -> dict[str, Any]:
-        cell, run = part.cell, part.run
+        cell, stage = part
+        run = run_dir(self.out, cell)
         # Finished, yet not there: the ledger came without its runs.
-        if part.stage == PRETRAINING or cell.config.optim.max_steps not in run.steps():
+        if stage == PRETRAINING or cell.config.optim.max_steps not in run.steps():
             pretrain(cell.config, cell.data, run.path)
-        if part.stage == PRETRAINING:
+        if stage == PRETRAINING:
             return pretraining_result(run)
         for step in cell.rank_steps:
-            if part.stage == rank_stage(step):
+            if stage == rank_stage(step):
                 return _ranks(cell, run, step)
-        unit = part.unit
-        assert unit is not None
+        (unit,) = (unit for unit in cell.units if unit.stage == stage)
         do: Any = self._prompt if isinstance(unit, Prompting) else self._finetune
         found: dict[str, Any] = do(unit, cell, run, self.tasks[unit.task], stop)
         return found
 
     def after(self, part: Part, row: dict[str, Any]) -> str:
         """A finished unit in a line: its metric by split."""
-        if part.unit is None or "error" in row:
+        found = row.get("result", {})
+        if "metric" not in found:  # pretraining, or ranks
             return ""
-        found, metric = row["result"], row["result"]["metric"]
+        metric = found["metric"]
         tested = found["metrics"] if "metrics" in found else found["test"]
         return f"{metric}: " + ", ".join(f"{split} {metrics[metric]:.1f}" for split, metrics in tested.items())
 
@@ -208,7 +182,7 @@ class _Worker(Worker[Part]):
         model = Origin.of(run.path, unit.step, label=cell.row.label)
         base = base_config(device=runtime.device, precision=runtime.precision)
         plan = PromptingPlan((model,), (question,), (unit.mode,), unit.few, (unit.seed or 0,), base)
-        result, _ = self.trials.prompt(plan.units[0], stop)
+        result, _ = prompt(self.trials, plan.units[0], stop)
         row = {key: value for key, value in result.items() if key not in ("confusion", "cells")}
         return {**row, "metric": question.data.task.metric, "label_words": list(template.words.values())}
 

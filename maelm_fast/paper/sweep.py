@@ -32,14 +32,13 @@ STAGE = "finetuning"
 
 
 @dataclass(frozen=True)
-class Run(Unit):
+class Run:
     """A cell with a seed, for one model."""
 
     model: Origin
     data: TaskData
     cell: Cell
     config: FinetuneConfig
-    engine: str
 
     @property
     def seed(self) -> int:
@@ -48,7 +47,8 @@ class Run(Unit):
     @cached_property
     def key(self) -> str:
         model, task, data = self.model, self.data.task.name, self.data.fingerprint
-        return digest(task, deciding(self.config), model.fingerprint, model.random_init, self.engine, data)
+        engine = "packed" if RunDir(model.path).exists else model.engine  # ours have one
+        return digest(task, deciding(self.config), model.fingerprint, model.random_init, engine, data)
 
     @property
     def title(self) -> str:
@@ -58,11 +58,6 @@ class Run(Unit):
     @property
     def identity(self) -> Identity:
         return self.key, STAGE, self.key
-
-    @property
-    def about(self) -> dict[str, Any]:
-        cell = {"cell": self.cell.number, "seed": self.seed}
-        return {"model": self.model.label, "task": self.data.task.name, **cell}
 
 
 @dataclass(frozen=True)
@@ -77,13 +72,12 @@ class Sweep:
     @cached_property
     def runs(self) -> tuple[Run, ...]:
         """In the order in which they are taken up."""
-        engines = ["packed" if RunDir(model.path).exists else model.engine for model in self.models]  # ours have one
         return tuple(
-            Run(model, data, cell, replace(cell.config, seed=seed), engine)
+            Run(model, data, cell, replace(cell.config, seed=seed))
             for seed in range(self.seeds)
             for data in self.tasks
             for cell in self.cells[data.task.name]
-            for model, engine in zip(self.models, engines, strict=True)
+            for model in self.models
         )
 
 
@@ -99,9 +93,6 @@ def make_sweep(
     require(seeds >= 1, f"--seeds must be at least 1, not {seeds}")
     require(budget is None or budget >= 1, f"--budget must be at least 1 cell per task, not {budget}")
     require_labels(models)
-    names = [data.task.name for data in tasks]
-    for name in names:
-        require(names.count(name) == 1, f"task {name} is given twice")
     cells = {data.task.name: grid.cells(data.task, base, budget) for data in tasks}
     return Sweep(grid, tuple(models), tuple(tasks), cells, seeds)
 
@@ -128,7 +119,11 @@ def run_sweep(sweep: Sweep, out: Path, workers: int = 1) -> None:
     Failed runs are recorded and do not stop the others. Raises Stopped after SIGTERM or SIGINT, UserError if a worker
     died."""
     gpus = sweep.runs[0].config.device != "cpu"
-    work(sweep.runs, _Worker(Trials(out)), out, processes=workers, gpus=gpus)
+    units = []
+    for run in sweep.runs:
+        about = {"model": run.model.label, "task": run.data.task.name, "cell": run.cell.number, "seed": run.seed}
+        units.append(Unit(run.identity, run.title, run, about))
+    work(units, _Worker(Trials(out)), out, processes=workers, gpus=gpus)
 
 
 @dataclass

@@ -210,8 +210,8 @@ def _models(sweep: Sweep) -> list[str]:
 
 
 def draw(sweep: Sweep, out: Path) -> None:
-    """OUT/sweep.png: a panel per task, the metric over the learning rate. A mark is a cell's median over seeds; the
-    line joins the best cells of a model, with their seeds and bars from the lowest to the highest.
+    """OUT/sweep.png: a panel per task, the metric over the learning rate, for each of which a model's best cell counts:
+    its median over the seeds, the seeds, and a bar from the lowest to the highest.
 
     Raises UserError if matplotlib is not installed or nothing is finished."""
     rows = where(results(sweep, *Ledger(out).ended()), status="finished")
@@ -221,7 +221,7 @@ def draw(sweep: Sweep, out: Path) -> None:
     wide = min(len(panels), 3)
     tall = -(-len(panels) // wide)
     figure = figure_of(1.0 + 4.2 * wide, 0.9 + 3.6 * tall)
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+    from matplotlib.ticker import FuncFormatter
 
     axes = figure.subplots(tall, wide, squeeze=False).ravel()
     for axis in axes[len(panels) :]:
@@ -229,24 +229,18 @@ def draw(sweep: Sweep, out: Path) -> None:
     for axis, data in zip(axes, panels, strict=False):
         tried, whole = sweep.cells[data.task.name], sweep.grid.size(data.task)
         for i, model in enumerate(sweep.models):
-            shift = 1.03 ** (i - (len(sweep.models) - 1) / 2)  # beside each other, not on top
             best: dict[float, list[float]] = {}
             mine = where(own_scores(rows, data.task), model=model.label)
             for (rate, _), values in per_group(mine, "lr", "cell").items():
-                middle = statistics.median(values)
-                axis.plot(rate * shift, middle, linestyle="none", markersize=4, alpha=0.4, **look(i))
                 best[rate] = max(best.get(rate, values), values, key=statistics.median)
             for rate, values in best.items():
-                whiskers(axis, rate * shift, statistics.median(values), values, look(i)["color"])
-            line = [(rate * shift, statistics.median(best[rate])) for rate in sorted(best)]
-            if line:
-                axis.plot(*zip(*line, strict=True), linewidth=1.6, label=model.label, **look(i))
-        rates = sorted({cell.config.lr for cell in tried})
+                whiskers(axis, rate, statistics.median(values), values, look(i)["color"])
+            rates = sorted(best)
+            axis.plot(rates, [statistics.median(best[rate]) for rate in rates], label=model.label, **look(i))
         axis.set_xscale("log")
-        axis.set_xlim(rates[0] / 1.25, rates[-1] * 1.25)
-        axis.xaxis.set_major_locator(FixedLocator(rates))
-        axis.xaxis.set_minor_locator(NullLocator())
+        axis.set_xticks(sorted({cell.config.lr for cell in tried}))
         axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value).replace("e-0", "e-")))
+        axis.minorticks_off()
         left = "" if len(tried) == whole else f", {len(tried)} of {whole} cells"
         axis.set_title(f"{data.task.title}{left}", size=11)
         axis.set_ylabel(data.task.metric.replace("_", " ") + " (%)")

@@ -33,11 +33,9 @@ Shapes: n real and m [MASK] rows, d dimensions; float64 throughout.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -48,17 +46,13 @@ from maelm_fast.analysis.effective_rank import TAU, run_batches, saw_mask
 from maelm_fast.analysis.inputs import from_encoder, gram_matrices
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import require
-from maelm_fast.data.files import writing
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.model.block import Attention
 from maelm_fast.model.maelm import MaeLm
-from maelm_fast.reporting import figure_of, layer_axis, legend_below, look, save
-from maelm_fast.training.files import write_json
 from maelm_fast.training.gram import GramMatrix, rank_at
 from maelm_fast.training.live import evaluating
 from maelm_fast.training.rundir import LoadedRun
 
-REPORT_FILE = "theory.json"
 RESIDUAL_SEQUENCES = 16  # whose residuals a report's are the median of
 _EPS = torch.finfo(torch.float64).eps
 ROUNDING = 1e-9  # a residual this small beside H is mostly rounding: what the next layer makes of it says nothing
@@ -81,23 +75,17 @@ def residual(hidden: Tensor) -> Tensor:
     return hidden - hidden.median(dim=0).values
 
 
-class Combination(NamedTuple):
-    """H_M as combinations of the rows of H_R. weights: U (m, n), U 1 = 1. misfit: of U H_R, relative to how far the
-    [MASK] rows lie from the mean real row; 0 where the theorem's assumption holds."""
-
-    weights: Tensor
-    misfit: float
-
-
-def combine(real: Tensor, mask: Tensor) -> Combination:
-    """The nearest affine combinations of the real rows, of least Frobenius norm."""
+def combine(real: Tensor, mask: Tensor) -> tuple[Tensor, float]:
+    """(weights, misfit): H_M as the nearest affine combinations of the rows of H_R, of least Frobenius norm. weights: U
+    (m, n), U 1 = 1. misfit: of U H_R, relative to how far the [MASK] rows lie from the mean real row; 0 where the
+    theorem's assumption holds."""
     n, mean = real.shape[0], real.mean(0)
     # singular values that are rounding of H, not of its residual, are zero
     inverse = torch.linalg.pinv(real - mean, atol=max(real.shape) * _EPS * float(torch.linalg.norm(real)), rtol=0.0)
     inverse = inverse - inverse.mean(1, keepdim=True)  # nothing but rounding: U 1 = 1
     weights = (mask - mean) @ inverse + 1.0 / n
     missing = torch.linalg.norm(weights @ real - mask) / torch.linalg.norm(mask - mean).clamp_min(1e-300)
-    return Combination(weights, float(missing))
+    return weights, float(missing)
 
 
 class Bound(NamedTuple):
@@ -219,12 +207,6 @@ class TheoryReport:
     layers: list[Layer]
     attention: list[Bound]
 
-    def write(self, path: Path) -> None:
-        data = {**dataclasses.asdict(self), "attention": [bound._asdict() for bound in self.attention]}
-        with writing(path, "choose another --out"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, data)
-
 
 def theory_report(
     run: LoadedRun, store: TokenStore, tau: float = TAU, samples: int | None = None, head: int = 0
@@ -310,42 +292,3 @@ def _outside(gram: GramMatrix, span: Tensor) -> float:
     """1 - ||H V||_F^2 / ||H||_F^2 for orthonormal columns V."""
     matrix = gram.matrix.cpu()
     return float(1.0 - torch.trace(span.T @ matrix @ span) / torch.trace(matrix))
-
-
-def plot_theory(report: TheoryReport, out: Path) -> None:
-    """Writes `out` in the format of its ending."""
-    figure = figure_of(16.0, 5.0)
-    from matplotlib.ticker import PercentFormatter
-
-    bounds, ranks, energy = figure.subplots(1, 3)
-    residuals = [report.input_residual, *(step.residual for step in report.attention)]
-    printed, corrected = ([getattr(step, name) for step in report.attention] for name in ("printed", "corrected"))
-    layers = {name: [getattr(layer, name) for layer in report.layers] for name in vars(report.layers[0])}
-    curves = [
-        (bounds, 0, 0, residuals, "residual of real rows", "-"),
-        (bounds, 1, 1, printed, "bound as printed, from the layer before", "--"),
-        (bounds, 2, 1, corrected, "bound that holds, from the layer before", "--"),
-        (ranks, 0, 0, layers["rank_real"], "real rows", "-"),
-        (ranks, 1, 0, layers["rank_mask"], "[MASK] rows", "-"),
-        (energy, 0, 0, layers["outside_real"], "real rows", "-"),
-        (energy, 1, 0, layers["outside_mask"], "[MASK] rows", "-"),
-    ]
-    for axis, i, first, values, label, dash in curves:
-        places = range(first, first + len(values))
-        axis.plot(places, values, **look(i), linestyle=dash, linewidth=1.8, markersize=5.5, label=label)
-    bounds.set_yscale("log")
-    energy.yaxis.set_major_formatter(PercentFormatter(1.0))
-    titles = {
-        bounds: (f"Attention alone, head {report.head} of every layer", r"$\|R\|_{1,\infty}$"),
-        ranks: ("The trained network: rank", f"{report.tau:g}-effective rank of {report.hidden_size} dimensions"),
-        energy: ("Energy outside the real rows' leading directions", "share of squared norm"),
-    }
-    for axis, (title, label) in titles.items():
-        axis.set_title(title, size=11)
-        if axis is not bounds:
-            axis.set_ylim(bottom=0)
-        layer_axis(axis, label)
-        legend_below(axis)
-    seen = "" if report.encoder_sees_mask else " ([MASK] never seen in pretraining)"
-    figure.suptitle(f"{report.name}, step {report.step:,}{seen}", size=12)
-    save(figure, out)

@@ -80,6 +80,16 @@ def test_quoted_csv_fields_over_several_lines_and_their_places(tmp_path):
     assert read_task(get("sst2"), str(tmp_path)).train.texts[0][0] == 'one\n"two"'
 
 
+@pytest.mark.parametrize(("suffix", "mark"), [(".csv", ","), (".tsv", "\t")])
+def test_empty_lines_are_passed_over_and_counted(tmp_path, suffix, mark):
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}{suffix}").write_text(f"sentence{mark}label\n\nx{mark}1\n\n{mark}1\n")
+    fails(f"train{suffix}: line 5: 'sentence' is empty", get("sst2"), tmp_path)
+    (tmp_path / f"train{suffix}").write_text(f"sentence{mark}label\r\n\r\nx{mark}1\r\n\r\n")
+    (tmp_path / f"validation{suffix}").write_text(f"sentence{mark}label\nx{mark}1\n")
+    assert read_task(get("sst2"), str(tmp_path)).train.texts == (["x"],)
+
+
 def test_a_tsv_file_keeps_quotation_marks_and_says_so(tmp_path):
     splits(tmp_path, [{"sentence": '"he said ""no"""', "label": 1}, {"sentence": '"yes', "label": 0}], ".tsv")
     data = read_task(get("sst2"), str(tmp_path))

@@ -82,11 +82,13 @@ def test_the_text_says_the_same(job: Any) -> None:
     for result in results:
         assert f"| seed {result.seed}, best | {result.best:.2f} |" in text
         assert f"| seed {result.seed}, last | {result.last:.2f} |" in text
-    assert f"| median, best | {report['summary']['best']['median']:.2f} |" in text
+    best = report["summary"]["best"]
+    said = f"{best['median']:.2f} [{best['min']:.2f}, {best['max']:.2f}]"
+    assert f"| median, best [lowest, highest] | {said} |" in text
     cut = f"train: {report['truncation']['train']['cut']} of 80, validation: "
     assert f"| {cut}" in text
     assert f"inputs cut: {cut}" in told[-2]
-    assert f"median, best {report['summary']['best']['median']:.2f}" in " ".join(told[-2].split())
+    assert f"median, best [lowest, highest] {said}" in " ".join(told[-2].split())
     for name in ("curves.png", "confusion.png"):
         assert (place / "out" / name).read_bytes().startswith(b"\x89PNG")
 

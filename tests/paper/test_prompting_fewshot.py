@@ -22,7 +22,7 @@ from maelm_fast.finetuning.examples import Examples, TaskData
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.paper.prompting.cloze import ClozeProblem
 from maelm_fast.paper.prompting.fewshot import DEVELOPMENT, SPLIT_SEEDS, FewShotConfig, base_config, draw, few_shot
-from maelm_fast.paper.prompting.plan import METRICS, make_question
+from maelm_fast.paper.prompting.run import METRICS, make_question
 from maelm_fast.paper.prompting.templates import Prompts, label_ids, template_for
 from maelm_fast.stop import Stopped
 from maelm_fast.text import TextTokenizer

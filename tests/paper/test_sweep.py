@@ -359,8 +359,6 @@ def test_bad_plans() -> None:
             small(**options)
     with pytest.raises(UserError, match="two models are called 'MLM'"):
         make_sweep(GRID, [MODELS[0]] * 2, [data("sst2")])
-    with pytest.raises(UserError, match="task sst2 is given twice"):
-        small(tasks=("sst2", "sst2"))
     with pytest.raises(UserError, match="--workers"):
         run_sweep(small(), Path("nowhere"), workers=0)
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from maelm_fast.cli.common import option, parse
 from maelm_fast.config import require
-from maelm_fast.errors import UserError
 from maelm_fast.paper import catalogue, scales
-from maelm_fast.paper.cost import Cost, cost, mean_tokens, needs_gpu_missing_here, rate_for, unit_cost
+from maelm_fast.paper.cost import cost, mean_tokens, needs_gpu_missing_here, rate_for, unit_cost
 from maelm_fast.paper.downstream import Found, find_tasks
 from maelm_fast.paper.plan import Plan, make_plan
 from maelm_fast.paper.report import FIGURE, REPORT, write_report
@@ -111,9 +110,7 @@ def _with_tasks(plan: Plan, options: Options) -> Plan:
             require(bool(paths), f"--{split} takes TASK=FILE or TASK=FILE,FILE, not '{given}'")
             known = ", ".join(experiment.tasks)
             require(name in experiment.tasks, f"--{split} {given}: {experiment.name} has no task '{name}': {known}")
-            twice = split in files.setdefault(name, {})
-            require(not twice, f"--{split} names {name} twice: give its files with commas between them")
-            files[name][split] = paths.split(",")
+            files.setdefault(name, {}).setdefault(split, []).extend(paths.split(","))
     if options.tasks:
         return plan.with_tasks(find_tasks(experiment.tasks, options.tasks, amount, experiment.one_task, files))
     return plan
@@ -125,12 +122,13 @@ def _shown(plan: Plan, data: str | None, out: Path) -> Iterator[str]:
     yield f"data: {data or 'none given'}" + (", not prepared yet" if data and not plan.cells[0].data else "")
     results, (rate, source) = Results(plan, Ledger(out)), rate_for(plan)
     unfinished = [cell.key for cell in results.unfinished(units=False)]
-    everything, seconds, lines = Cost(), 0.0, [["run", "seed", "steps", "tokens", "FLOP", "about"]]
-    for cell in plan.runs:
-        one, steps = cost(cell), cell.config.optim.max_steps
+    costs, seconds = [cost(cell) for cell in plan.runs], 0.0
+    lines = [["run", "seed", "steps", "tokens", "FLOP", "about"]]
+    for cell, one in zip(plan.runs, costs, strict=True):
+        steps = cell.config.optim.max_steps
         done = steps if results.pretraining(cell) is not None else max(run_dir(out, cell).steps(), default=0)
         time = cost(cell, done).flops / rate
-        everything, seconds = everything + one, seconds + time
+        seconds += time
         numbers = [str(cell.config.seed), f"{steps:,}", short_number(one.tokens), f"{one.flops:.2e}"]
         lines.append([cell.row.title, *numbers, duration(time) if cell.key in unfinished else "finished"])
     yield from aligned(lines)
@@ -141,7 +139,8 @@ def _shown(plan: Plan, data: str | None, out: Path) -> Iterator[str]:
     if plan.not_asked_for:
         yield f"not asked for: {'; '.join(row.label for row in plan.not_asked_for)}"
     yield (
-        f"{len(plan.runs)} runs, {short_number(everything.tokens)} tokens, {everything.flops:.2e} FLOP; "
+        f"{len(costs)} runs, {short_number(sum(one.tokens for one in costs))} tokens, "
+        f"{sum(one.flops for one in costs):.2e} FLOP; "
         f"{len(unfinished)} unfinished, about {duration(seconds)}"
     )
     if plan.found is not None:
@@ -184,8 +183,5 @@ def _write(results: Results, out: Path) -> None:
         return
     names = {cell.key: run_dir(out, cell).path.name for cell in plan.cells}
     with lock(out / "locks" / f"report-{plan.experiment.name}.lock", wait=True):
-        try:
-            write_report(results, place, manifests(plan), names)
-        except OSError as error:
-            raise UserError(f"cannot write {place}: {error.strerror}") from None
+        write_report(results, place, manifests(plan), names)
     print(f"\nwritten: {place / REPORT}, {FIGURE}, {RESULTS}")

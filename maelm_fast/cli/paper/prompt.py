@@ -27,12 +27,9 @@ from maelm_fast.paper.prompting.fewshot import (
     FewShotConfig,
     base_config,
 )
-from maelm_fast.paper.prompting.plan import MODES, Mode, Plan, Question, make_question
 from maelm_fast.paper.prompting.report import REPORT, write_report
-from maelm_fast.paper.prompting.run import check, run_plan
+from maelm_fast.paper.prompting.run import MODES, Plan, Question, check, make_question, run_plan
 from maelm_fast.paper.prompting.templates import TEMPLATES, Prompts, label_ids, shown, template_for
-from maelm_fast.paper.sweep_report import PrintedRow
-from maelm_fast.paper.trials import load
 from maelm_fast.reporting import RESULTS
 from maelm_fast.stop import Stopped
 
@@ -112,7 +109,8 @@ def main(argv: list[str]) -> int:
         run_plan(plan, options.out)
     except Stopped as stop:
         stopped = stop
-    print(f"\n{write_report(plan, options.out, about, _printed())}\n\n{options.out / REPORT}, {RESULTS}")
+    printed = {mode: TABLE_7.named(group) for group, mode in enumerate(MODES)}
+    print(f"\n{write_report(plan, options.out, about, printed)}\n\n{options.out / REPORT}, {RESULTS}")
     if stopped is not None:
         print("stopped; the same command resumes")
         raise stopped
@@ -153,16 +151,10 @@ def _question(task: Task, options: Options, own: TaskOptions) -> Question:
     return make_question(data, template_for(data.task, options.template, words), options.limit)
 
 
-def _printed() -> dict[Mode, list[PrintedRow]]:
-    groups = zip(MODES, TABLE_7.groups, strict=True)
-    columns = TABLE_7.columns[1:]
-    return {mode: [(row[0], dict(zip(columns, row[1:], strict=True))) for row in rows] for mode, (_, rows) in groups}
-
-
 def _show(plan: Plan, count: int) -> None:
     """Per model and task the tokens, special ones included, of the first test examples."""
     for model in plan.models:
-        lm = load(model, plan.base)
+        lm = model.load(plan.base.dropout, head=True)
         for question in plan.questions:
             task, template = question.data.task, question.template
             ids = label_ids(lm.tokenizer, template)

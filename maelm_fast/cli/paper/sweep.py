@@ -7,7 +7,7 @@ files there are, and in which order runs are taken up.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,12 +22,13 @@ from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import read_task
 from maelm_fast.finetuning.fingerprint import Origin
 from maelm_fast.finetuning.metrics import baselines
+from maelm_fast.finetuning.tables import place_of
 from maelm_fast.finetuning.tasks import TASKS, Task
 from maelm_fast.paper import grids, printed
 from maelm_fast.paper.catalogue import GLUE
 from maelm_fast.paper.sweep import Sweep, estimate, make_sweep, run_sweep
 from maelm_fast.paper.sweep_report import PICTURE, REPORT, draw, write_tables
-from maelm_fast.reporting import RESULTS
+from maelm_fast.reporting import RESULTS, aligned
 from maelm_fast.stop import Stopped
 from maelm_fast.training.rundir import RunDir
 from maelm_fast.work import Ledger
@@ -100,7 +101,9 @@ def main(argv: list[str]) -> int:
     finished, failed = Ledger(out).ended()
     if out.exists():  # else it was stopped before anything began
         places = {data.task.name: _data_options(data.task, options, own) for data in sweep.tasks}
-        print(f"\n{write_tables(sweep, out, _printed(options.paper), floors, places)}\n")
+        table, group = PAPER.get(str(options.paper), (None, 0))
+        printed = [(f"paper, {options.paper}: {name}", row) for name, row in table.named(group)] if table else []
+        print(f"\n{write_tables(sweep, out, printed, floors, places)}\n")
         written = f"written: {out / REPORT}, {RESULTS}"
         try:
             draw(sweep, out)
@@ -128,20 +131,15 @@ def _sweep(options: Options, own: TaskOptions) -> Sweep:
     )
     for task in chosen:  # before the data is read, which may take long
         grid.cells(task, base)
-    data = [read_task(task, _place(task, options.data), own.train, own.validation, options.limit) for task in chosen]
+    data = [
+        read_task(task, place_of(task.name, options.data), own.train, own.validation, options.limit) for task in chosen
+    ]
     return make_sweep(grid, models, data, options.seeds, options.budget, base)
-
-
-def _place(task: Task, places: Sequence[str]) -> str:
-    """Which of --data has the task."""
-    having = [place for place in places if (Path(place) / task.name).is_dir()]
-    require(len(places) == 1 or bool(having), f"none of {', '.join(places)} has a folder {task.name}: see --data")
-    return (having or places)[0]
 
 
 def _data_options(task: Task, options: Options, own: TaskOptions) -> str:
     """The same for `maelm-fast finetune`."""
-    words = ["--data", _place(task, options.data)]
+    words = ["--data", place_of(task.name, options.data)]
     for name, value in {**vars(own), "limit": options.limit}.items():
         if value:
             words += [f"--{name.replace('_', '-')}", *(value if isinstance(value, tuple) else [str(value)])]
@@ -165,14 +163,6 @@ def parse_model(text: str, engine: Engine, random_init: bool = False) -> Origin:
     return Origin.of(path, step, "auto" if RunDir(path).exists else engine, random_init, label)
 
 
-def _printed(setting: str | None) -> list[tuple[str, dict[str, str]]]:
-    if setting is None:
-        return []
-    table, group = PAPER[setting]
-    _, rows = table.groups[group]
-    return [(f"paper, {setting}: {row[0]}", dict(zip(table.columns, row, strict=True))) for row in rows]
-
-
 def _planned(sweep: Sweep, out: Path) -> Iterator[str]:
     done, _ = Ledger(out).ended()
     waiting = {run.key for run in sweep.runs if run.identity not in done}
@@ -180,7 +170,7 @@ def _planned(sweep: Sweep, out: Path) -> Iterator[str]:
     for model in sweep.models:
         step = "" if model.step is None else f", step {model.step:,}"
         yield f"model {model.label}: {model.path}{step}{', random weights' if model.random_init else ''}"
-    yield f"{'task':14}{'cells':>14}{'seeds':>7}{'runs':>7}{'finished':>10}  searched"
+    lines, notes = [["task", "cells", "seeds", "runs", "finished", "searched"]], list[str]()
     for data in sweep.tasks:
         task, runs = data.task, [run for run in sweep.runs if run.data is data]
         cells = f"{len(sweep.cells[task.name])} of {sweep.grid.size(task)}"
@@ -190,8 +180,10 @@ def _planned(sweep: Sweep, out: Path) -> Iterator[str]:
             if len(values) > 1
         )
         finished = sum(run.key not in waiting for run in runs)
-        yield f"{task.title:14}{cells:>14}{sweep.seeds:>7}{len(runs):>7}{finished:>10}  {searched or 'nothing'}"
-        yield from (f"    {note}" for note in data.notes)
+        counts = (sweep.seeds, len(runs), finished)
+        lines.append([task.title, cells, *map(str, counts), searched or "nothing"])
+        notes += [f"{task.title}: {note}" for note in data.notes]
+    yield from (*aligned(lines), *notes)
     seconds, unknown = estimate(sweep, done)
     if len(waiting) == len(sweep.runs):
         time = "no estimate before a run is finished"

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from maelm_fast.analysis.effective_rank import TAU, check_taus
 from maelm_fast.cli.common import option, parse
 from maelm_fast.config import require
+from maelm_fast.data.files import writing
 from maelm_fast.data.token_store import TokenStore
-from maelm_fast.paper.theory import REPORT_FILE, TheoryReport, plot_theory, theory_report
-from maelm_fast.reporting import aligned, require_matplotlib
+from maelm_fast.paper.theory import TheoryReport, theory_report
+from maelm_fast.reporting import aligned
+from maelm_fast.training.files import write_json
 from maelm_fast.training.hardware import choose_device
 from maelm_fast.training.rundir import RunDir, load_run
 
+REPORT_FILE = "theory.json"
 EXAMPLES = """
     maelm-fast paper theory runs/roberta_base
     maelm-fast paper theory runs/base --step 100000 --samples 512
@@ -44,18 +47,17 @@ class Options:
 def main(argv: list[str]) -> int:
     options: Options = parse("paper theory", argv, Options, examples=EXAMPLES)
     check_taus([options.tau])
-    require_matplotlib()
     run = load_run(options.run, options.step)
     data = options.data or Path(run.record.data)
     require(data.is_dir(), f"the token store {data} does not exist: name one with --data STORE")
     run.model.to(choose_device(run.config.runtime))
     report = theory_report(run, TokenStore(data, "validation"), options.tau, options.samples, options.head)
 
-    out = options.out or RunDir(options.run).report
-    report.write(out / REPORT_FILE)
-    plot_theory(report, (out / REPORT_FILE).with_suffix(".png"))
-    print(_text(report))
-    print(f"written: {out / REPORT_FILE} and .png")
+    file = (options.out or RunDir(options.run).report) / REPORT_FILE
+    with writing(file, "choose another --out"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, {**asdict(report), "attention": [bound._asdict() for bound in report.attention]})
+    print(f"{_text(report)}\nwritten: {file}")
     return 0
 
 

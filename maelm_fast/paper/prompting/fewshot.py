@@ -9,6 +9,7 @@ learning rates and batch sizes one pair is the default, that at which they compa
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -48,13 +49,10 @@ class FewShotConfig:
     """Steps between evaluations on the development examples; the best one's weights are tested."""
 
     def __post_init__(self) -> None:
-        for name in ("shots", "steps", "evaluate_every"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
-        require(bool(self.lrs) and all(lr > 0 for lr in self.lrs), f"lr must be positive, not {list(self.lrs)}")
-        require(
-            bool(self.batch_sizes) and all(size >= 1 for size in self.batch_sizes),
-            f"batch_size must be at least 1, not {list(self.batch_sizes)}",
-        )
+        counts = [("batch_size", size) for size in self.batch_sizes]
+        for name, value in (*counts, *((name, getattr(self, name)) for name in ("shots", "steps", "evaluate_every"))):
+            require(value >= 1, f"{name} must be at least 1, not {value}")
+        require(all(lr > 0 for lr in self.lrs), f"lr must be positive, not {list(self.lrs)}")
         require(
             self.steps % self.evaluate_every == 0,
             f"steps {self.steps} must be a multiple of evaluate_every {self.evaluate_every}",
@@ -119,29 +117,18 @@ def few_shot(
     shown, development = draw(data.train, few.shots, seed)
     cells: list[dict[str, Any]] = []
     best: nn.Module | None = None
-    for lr in few.lrs:
-        for size in few.batch_sizes:
-            # One epoch over the examples repeated is as long as all steps.
-            repeated = shown.take(np.arange(few.steps * size) % len(shown))
-            config = replace(
-                base, lr=lr, batch_size=size, epochs=1, evaluations_per_epoch=few.steps // few.evaluate_every, seed=seed
-            )
-            problem = make(TaskData(data.task, repeated, {DEVELOPMENT: development}, ()), config)
-            state = resume / f"lr{lr:g}-batch{size}" if resume else None
-            result, model, _ = train(problem, encoder, config, resume=state, stop=stop)
-            cells.append(
-                {
-                    "lr": lr,
-                    "batch_size": size,
-                    "development": result.best,
-                    "best_step": result.best_step,
-                    "skipped": result.skipped,
-                    "seconds": result.seconds,
-                    "truncation": problem.truncation,
-                }
-            )
-            chosen = max(cells, key=lambda cell: float(cell["development"]))
-            best = model if chosen is cells[-1] else best
+    evaluations = few.steps // few.evaluate_every
+    for lr, size in itertools.product(few.lrs, few.batch_sizes):
+        # One epoch over the examples repeated is as long as all steps.
+        repeated = shown.take(np.arange(few.steps * size) % len(shown))
+        config = replace(base, lr=lr, batch_size=size, epochs=1, evaluations_per_epoch=evaluations, seed=seed)
+        problem = make(TaskData(data.task, repeated, {DEVELOPMENT: development}, ()), config)
+        state = resume / f"lr{lr:g}-batch{size}" if resume else None
+        result, model, _ = train(problem, encoder, config, resume=state, stop=stop)
+        kept = {name: getattr(result, name) for name in ("best_step", "skipped", "seconds", "truncation")}
+        cells.append({"lr": lr, "batch_size": size, "development": result.best, **kept})
+        chosen = max(cells, key=lambda cell: float(cell["development"]))
+        best = model if chosen is cells[-1] else best
     assert best is not None
     if resume:
         shutil.rmtree(resume, ignore_errors=True)

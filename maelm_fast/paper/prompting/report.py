@@ -15,7 +15,7 @@ from maelm_fast.data.files import writing
 from maelm_fast.finetuning.examples import Examples
 from maelm_fast.finetuning.metrics import guessed
 from maelm_fast.finetuning.report import task_table
-from maelm_fast.paper.prompting.plan import Mode, Plan, Unit
+from maelm_fast.paper.prompting.run import Mode, Plan, Unit
 from maelm_fast.paper.prompting.templates import TEMPLATES
 from maelm_fast.paper.scores import AVERAGE, averages, columns, filled
 from maelm_fast.paper.sweep_report import PrintedRow
@@ -43,7 +43,7 @@ def write_report(
     with lock(out / "locks" / "report.lock", wait=True):  # held from the ledger on: the last to write has seen the most
         results, _ = Ledger(out).ended()
         found = [(unit, results[unit.identity]) for unit in plan.units if unit.identity in results]
-        rows = _rows(plan, found, about)
+        rows = _rows(plan, found)
         tables = _tables(plan, rows, printed or {})
         with writing(out, "the same command resumes"):
             write_results(out, rows)
@@ -51,23 +51,21 @@ def write_report(
     return "\n".join(tables).rstrip()
 
 
-def _rows(plan: Plan, found: Found, about: dict[str, dict[str, Any]]) -> Any:
+def _rows(plan: Plan, found: Found) -> Any:
     """A row for every metric of every finished unit's test, and of the majority class or the mean score, whose model is
-    "majority class" and whose mode is empty. label_tokens: what the model was asked to choose from at [MASK]."""
+    "majority class" and whose mode is empty."""
     rows: list[dict[str, Any]] = []
     for question in plan.questions:
         train: Any = question.data.train
         floor = {split: guessed(train, cast(Examples, test)) for split, test in question.data.validation.items()}
         rows += measured({"model": _MAJORITY, "task": question.name}, floor)
     for unit, result in found:
-        tokens = about[unit.model.label]["label_tokens"].get(unit.question.name, {})
         base: dict[str, Any] = {
             "model": unit.model.label,
             "task": unit.question.name,
             "mode": unit.mode,
             "draw": unit.seed,
         }
-        base |= {"label_tokens": " ".join(f"{name}={token}" for name, token in tokens.items()) or None}
         base |= {name: value for name, value in result.items() if isinstance(value, str | int | float)}
         rows += measured({**base, "predictions": f"predictions/{unit.predictions}"}, result["test"])
     return frame(rows, ("model", "task", "mode", "draw", "split", "metric", "value"))
@@ -110,11 +108,8 @@ def _explained(plan: Plan, found: Found, about: dict[str, dict[str, Any]]) -> li
         )
     lines += ["", "## How this was measured", ""]
     if set(plan.modes) != {"zero-shot"}:
-        choice = f"with learning rate {few.lrs[0]:g} and batch {few.batch_sizes[0]}"
-        if (pairs := len(few.lrs) * len(few.batch_sizes)) > 1:
-            rates, batches = ", ".join(f"{lr:g}" for lr in few.lrs), ", ".join(map(str, few.batch_sizes))
-            choice = f"with each of {pairs} pairs of learning rate ({rates}) and batch ({batches}), of which the "
-            choice += "draw's development examples choose"
+        rates, batches = (" or ".join(f"{value:g}" for value in values) for values in (few.lrs, few.batch_sizes))
+        choice = f"with learning rate {rates} and batch {batches}, of several as the draw's development examples choose"
         seeds = ", ".join(map(str, plan.seeds))
         lines += [
             f"- Few-shot: {len(plan.seeds)} draws (seeds {seeds}) of {few.shots} examples per label to train on and as "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,28 +55,18 @@ def template_for(task: Task, text: str | None = None, words: Sequence[str] | Non
     text or words that do not fit it."""
     require(task.kind != "spans", f"{task.name} is no prompting task: an answer span is not one word")
     classes = task.labels if task.kind == "classification" else POLES
-    own = TEMPLATES.get(task.name)
-    require(
-        own is not None or (text is not None and words is not None),
-        f"{task.name} has no template: give --template and --label-words",
-    )
-    template = own or Template("", {})
-    if text is not None:
-        template = replace(template, text=text)
-    if words is not None:
-        require(
-            len(words) == len(classes),
-            f"--label-words names {len(words)} words, {task.name} has {len(classes)} classes: one word for each of "
-            f"{', '.join(classes)}, in this order",
-        )
-        template = replace(template, words=dict(zip(classes, words, strict=True)))
-    if missing := [name for name in classes if not template.words.get(name, "").strip()]:
-        raise UserError(
-            f"{task.name}: no label word for class '{missing[0]}': give --label-words, one word for each of "
-            f"{', '.join(classes)}, in this order"
-        )
-    check_text(template.text, len(task.text_columns))
-    return replace(template, words={name: template.words[name] for name in classes})
+    if (own := TEMPLATES.get(task.name)) is not None:
+        text = own.text if text is None else text
+        words = [own.words.get(name, "") for name in classes] if words is None else words
+    if text is None or words is None:
+        raise UserError(f"{task.name} has no template: give --template and --label-words")
+    asked = f"one word for each of {', '.join(classes)}, in this order"
+    many = f"--label-words names {len(words)} words, {task.name} has {len(classes)} classes: {asked}"
+    require(len(words) == len(classes), many)
+    for name, word in zip(classes, words, strict=True):
+        require(bool(word.strip()), f"{task.name}: no label word for class '{name}': give --label-words, {asked}")
+    check_text(text, len(task.text_columns))
+    return Template(text, dict(zip(classes, words, strict=True)))
 
 
 def check_text(text: str, texts: int) -> None:
