@@ -15,11 +15,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maelm_fast.config import require
 from maelm_fast.errors import UserError
+from maelm_fast.finetuning.download import as_on_the_hub, task_folder
 from maelm_fast.finetuning.tasks import Task
 
 if TYPE_CHECKING:
@@ -53,11 +55,12 @@ Wanted = Mapping[str, bool]
 """Column -> whether it must be there."""
 
 
-def read_table(path: Path, wanted: Wanted) -> Table:
+def read_table(path: Path, wanted: Wanted, task: Task) -> Table:
     """The columns of a file. Raises UserError if it is damaged or empty or lacks a column that must be there."""
     require(path.suffix in FORMATS, f"{path}: unknown kind of file: use one of {', '.join(FORMATS)}")
+    readers = (_parquet, _json_lines, _json, _csv, partial(_tsv, task=task))
     try:
-        table = dict(zip(FORMATS, (_parquet, _json_lines, _json, _csv, _tsv), strict=True))[path.suffix](path, wanted)
+        table = dict(zip(FORMATS, readers, strict=True))[path.suffix](path, wanted)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {_first_line(error)}") from None
     require(len(table) > 0, f"{path} has no rows: give a file with examples")
@@ -202,17 +205,18 @@ def _csv(path: Path, wanted: Wanted) -> Table:
     return _fields(path, rows, places, wanted)
 
 
-def _tsv(path: Path, wanted: Wanted) -> Table:
+def _tsv(path: Path, wanted: Wanted, task: Task) -> Table:
     lines = [(number, line.removesuffix("\r")) for number, line in enumerate(_text(path).split("\n"), start=1)]
     rows = [line.split("\t") for _, line in lines if line]
+    places = [number for number, line in lines if line]
+    notes = [f"{path}: {note}" for note in as_on_the_hub(task, rows, places)]
     quoted = sum(any(cell[:1] == '"' == cell[-1:] and '""' in cell[1:-1] for cell in row) for row in rows)
-    notes: tuple[str, ...] = ()
     if quoted:
-        notes = (
+        notes.append(
             f"{path}: {quoted:,} of {len(rows) - 1:,} rows have fields in quotation marks, which tsv keeps as text: "
-            f"if they are not meant to be there, use .csv",
+            f"if they are not meant to be there, use .csv"
         )
-    return _fields(path, rows, [number for number, line in lines if line], wanted, notes)
+    return _fields(path, rows, places, wanted, tuple(notes))
 
 
 def _fields(path: Path, rows: list[list[str]], places: list[int], wanted: Wanted, notes: tuple[str, ...] = ()) -> Table:
@@ -274,7 +278,7 @@ def find_tables(
     root = Path(data)
     require(root.exists(), f"--data {data} does not exist: give a directory, or hub")
     require(root.is_dir(), f"--data {data} is a file: give its directory, and the file's name with --train")
-    directory = root / task.name if (root / task.name).is_dir() else root
+    directory = task_folder(root, task) or root
     files: dict[str, list[Path]] = {}
     notes: list[str] = []
     for split, names in given.items():
@@ -294,7 +298,7 @@ def find_tables(
         else:
             notes.append(f"{split}: not there, so nothing is said about it")
     _require_once([str(path.resolve()) for paths in files.values() for path in paths])
-    return {split: [read_table(path, wanted) for path in paths] for split, paths in files.items()}, notes
+    return {split: [read_table(path, wanted, task) for path in paths] for split, paths in files.items()}, notes
 
 
 def _require_once(places: Sequence[str]) -> None:

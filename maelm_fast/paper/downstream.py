@@ -14,6 +14,7 @@ from maelm_fast.config import to_dict
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning import tasks
 from maelm_fast.finetuning.config import FinetuneConfig
+from maelm_fast.finetuning.download import task_folder
 from maelm_fast.finetuning.examples import TaskData, read_task
 from maelm_fast.finetuning.fingerprint import deciding, digest
 from maelm_fast.finetuning.tables import HubUnreachable
@@ -155,7 +156,7 @@ def find_tasks(
                 data[name] = read.limited(*amount.limits(read.task))
                 break
         else:
-            having = [source for source in sources if (Path(source) / name).is_dir()]
+            having = [source for source in sources if task_folder(Path(source), tasks.get(name))]
             left_out[name] = reasons[(having or list(sources))[0]]
     for name in files:
         if name not in data:

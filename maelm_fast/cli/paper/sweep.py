@@ -20,6 +20,7 @@ from maelm_fast.config import require
 from maelm_fast.encoders import Engine
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
+from maelm_fast.finetuning.download import task_folder
 from maelm_fast.finetuning.examples import read_task
 from maelm_fast.finetuning.fingerprint import Origin
 from maelm_fast.finetuning.metrics import baselines
@@ -129,8 +130,8 @@ def _sweep(options: Options, own: TaskOptions) -> Sweep:
 
 def _place(task: Task, places: Sequence[str]) -> str:
     """Which of --data has the task."""
-    having = [place for place in places if (Path(place) / task.name).is_dir()]
-    require(len(places) == 1 or bool(having), f"none of {', '.join(places)} has a folder {task.name}: see --data")
+    having = [place for place in places if task_folder(Path(place), task)]
+    require(len(places) == 1 or bool(having), f"none of {', '.join(places)} has a folder {task.name} or {task.title}: see --data")
     return (having or places)[0]
 
 
