@@ -13,7 +13,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -53,12 +53,14 @@ class Table:
 
 Wanted = Mapping[str, bool]
 """Column -> whether it must be there."""
+Reader = Callable[[Path, Wanted], Table]
 
 
 def read_table(path: Path, wanted: Wanted, task: Task) -> Table:
     """The columns of a file. Raises UserError if it is damaged or empty or lacks a column that must be there."""
     require(path.suffix in FORMATS, f"{path}: unknown kind of file: use one of {', '.join(FORMATS)}")
-    readers = (_parquet, _json_lines, _json, _csv, partial(_tsv, task=task))
+    tsv: Reader = partial(_tsv, task=task)
+    readers = (_parquet, _json_lines, _json, _csv, tsv)
     try:
         table = dict(zip(FORMATS, readers, strict=True))[path.suffix](path, wanted)
     except OSError as error:

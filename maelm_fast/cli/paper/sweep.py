@@ -131,7 +131,7 @@ def _sweep(options: Options, own: TaskOptions) -> Sweep:
 def _place(task: Task, places: Sequence[str]) -> str:
     """Which of --data has the task."""
     having = [place for place in places if task_folder(Path(place), task)]
-    require(len(places) == 1 or bool(having), f"none of {', '.join(places)} has a folder {task.name} or {task.title}: see --data")
+    require(len(places) == 1 or bool(having), f"none of {', '.join(places)} has a folder {task.name}: see --data")
     return (having or places)[0]
 
 
