@@ -228,6 +228,9 @@ def test_unknown_backend_names_the_known() -> None:
 def test_layouts_must_match() -> None:
     with pytest.raises(UserError, match="2 query sequences but 1 key"):
         AttentionLayout(layout_of([3, 4]), layout_of([7]))
+    for wrong in (layout_of([4]), torch.tensor([0, 4])):
+        with pytest.raises(UserError, match=r"the layout is a (Layout|Tensor): give ops\.AttentionLayout"):
+            attention(*inputs(layout_of([4]), layout_of([4]))[:3], wrong)  # type: ignore[arg-type]
 
 
 kernel = pytest.mark.skipif(not triton_installed(), reason="triton is not installed")
