@@ -44,6 +44,7 @@ from maelm_fast.ops.reference.mask_and_pack import share_of
 MODELS = ("base", "base_cross", "roberta_base")
 SINGLE = 4  # bytes of a parameter, a gradient, a row's statistic
 GELU_GROUP = 64  # rows whose bias gradient one program of kernels/feed_forward.py sums
+ATTENTION_GROUP = 64  # rows of q's and of v's gradients that a program of kernels/attention_backward.py sums
 
 
 class Share(NamedTuple):
@@ -223,7 +224,7 @@ class Step:
         yield self.addition("gradient sums", n * d, self.a, 1)  # of the stack's input, which no add_norm made
         if times == 0:
             return
-        yield from self.linear("qkv", times, n, d, 3 * d)
+        yield from self.linear("qkv", times, n, d, 3 * d, summed=dropout or bias)
         yield from self.attention(times, lengths, lengths, dropout, bias)
         if not (dropout or bias):  # our kernels write them so
             yield Cost("gradients of q, k, v side by side", "backward", "other", 6 * n * d * self.a, launches=times)
@@ -239,8 +240,8 @@ class Step:
             rows = m * d * a
             yield Cost("chosen rows", "forward", "other", 2 * rows + 4 * m, launches=times)
             yield Cost("chosen rows", "backward", "other", 3 * rows + 4 * m + n * d * a, launches=times)
-        yield from self.linear("q", times, m, d, d)
-        yield from self.linear("kv", times, n, d, 2 * d)
+        yield from self.linear("q", times, m, d, d, summed=dropout or bias)
+        yield from self.linear("kv", times, n, d, 2 * d, summed=dropout or bias)
         # of the slices of one weight: each one's gradient put into zeros, then added
         yield Cost("gradients of weight slices", "backward", "other", 21 * d * (d + 1) * SINGLE, launches=times)
         yield from self.attention(times, queries, keys, dropout, bias)
@@ -251,7 +252,7 @@ class Step:
 
     def rest_of_block(self, times: int, n: int, dropout: bool, goes_on: bool = False) -> Iterator[Cost]:
         d, f = self.d, self.f
-        yield from self.linear("out", times, n, d, d)
+        yield from self.linear("out", times, n, d, d, summed=True)
         yield from self.add_norm(2 * times, n, dropout, not goes_on)
         yield from self.linear("ffn_in", times, n, d, f, bias=False)  # bias_gelu adds it
         yield from self.linear("ffn_out", times, n, f, d, summed=True)
@@ -269,10 +270,10 @@ class Step:
         for product in (("grad_input", n, k, out), ("grad_weight", out, k, n)):
             yield Cost(op, "backward", "gemm", moved, flops, flops, times, product=product)
         if vector and not summed:
-            yield Cost(f"{op} bias gradient", "backward", "other", (n * out + out) * a, launches=times)
+            yield Cost(f"{op} bias gradient", "backward", "other", n * out * a + out * SINGLE, launches=times)
         if a != SINGLE:
-            for phase in ("forward", "backward"):
-                yield Cost("weight casts", phase, "other", (weight + vector) * (SINGLE + a), launches=times)
+            for phase, cast in (("forward", weight + vector), ("backward", weight)):
+                yield Cost("weight casts", phase, "other", cast * (SINGLE + a), launches=times)
 
     def add_norm(self, times: int, n: int, dropout: bool, ends: int) -> Iterator[Cost]:
         """Each result is read twice, and two gradients come back, but for the last of a stack, if it `ends` here."""
@@ -309,8 +310,12 @@ class Step:
         ours = bias or dropout
         yield kernel("fwd" if ours else "varlen", "fwd", "forward", 2, 2, 2 * q + 2 * k + lse)
         if ours:
-            yield kernel("dq", "dq", "backward", 3, 2, 4 * q + 2 * k + 2 * lse)
-            yield kernel("dkv", "dkv", "backward", 4, 2, 2 * q + 4 * k + 2 * lse)
+            of_q, of_v = (
+                sum(-(-n // ATTENTION_GROUP) for n in lengths) * self.d * SINGLE for lengths in (queries, keys)
+            )
+            yield kernel("dq", "dq", "backward", 3, 2, 4 * q + 2 * k + 2 * lse + of_q)
+            yield kernel("dkv", "dkv", "backward", 4, 2, 2 * q + 4 * k + 2 * lse + of_v)
+            yield Cost("sums of tiles' sums", "backward", "other", of_q + of_v, launches=times)
         else:
             yield kernel("varlen", "bwd", "backward", 5, 4, 4 * q + 4 * k + lse)
 

@@ -5,7 +5,9 @@ names of their own, CoLA without a line of names, QQP with a few rows that end e
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from maelm_fast.data.readers import read_rows
 from maelm_fast.finetuning.tasks import Task
 
 _NAMES = {
@@ -23,18 +25,19 @@ def task_folder(root: Path, task: Task) -> Path | None:
     return next((root / name for name in (task.name, task.title) if (root / name).is_dir()), None)
 
 
-def as_on_the_hub(task: Task, rows: list[list[str]], places: list[int]) -> list[str]:
-    """Gives the rows of a tsv file of GLUE's the hub's names of columns, in place; files that have them stay as they
-    are. Returns notes on what is not as it was."""
-    if task.name == "cola" and rows and len(rows[0]) == len(_COLA) and "sentence" not in rows[0]:
-        rows.insert(0, _COLA)
-        places.insert(0, 0)
+def read_task_rows(task: Task, path: Path) -> tuple[list[tuple[str, Any]], int]:
+    """(read_rows of a file with the hub's names of columns, how many lines were left out because they end early)."""
+    if path.suffix != ".tsv":
+        return list(read_rows(str(path), path.suffix)), 0
+    _, first = next(read_rows(str(path), ".tsv", early=True), ("", {}))
     names = _NAMES.get(task.name, {})
-    if not rows or not names.keys() <= set(rows[0]):
-        return []
-    rows[0] = [names.get(name, name) for name in rows[0]]
-    whole = [i for i, row in enumerate(rows) if len(row) >= len(rows[0]) or task.name != "qqp"]
-    if not (early := len(rows) - len(whole)):
-        return []
-    rows[:], places[:] = [rows[i] for i in whole], [places[i] for i in whole]
-    return [f"{early:,} rows end before their label and are left out, as the hub does"]
+    if task.name == "cola" and len(first) == len(_COLA) and "sentence" not in first:
+        return list(read_rows(str(path), ".tsv", _COLA)), 0
+    if not names or not names.keys() <= first.keys():
+        return list(read_rows(str(path), ".tsv")), 0
+    rows = [
+        (where, {names.get(name, name): cell for name, cell in row.items()})
+        for where, row in read_rows(str(path), ".tsv", early=task.name == "qqp")
+    ]
+    whole = [(where, row) for where, row in rows if "label" in row]
+    return whole, len(rows) - len(whole)

@@ -62,11 +62,11 @@ class Attention(nn.Module):
     ) -> Tensor:
         """x: (Tq, d). memory: (Tk, d), what is attended to; x itself if None. Returns (Tq, d)."""
         if memory is None:
-            q, k, v = unstack(self.qkv(x).view(-1, 3, *self.heads))
+            q, k, v = unstack(self.qkv(x), 3, *self.heads)
         else:
             queries, keys_values = project(x, memory, self.qkv)
-            q = queries.view(-1, *self.heads)
-            k, v = unstack(keys_values.view(-1, 2, *self.heads))
+            (q,) = unstack(queries, 1, *self.heads)
+            k, v = unstack(keys_values, 2, *self.heads)
         mixed: Tensor = ops.attention(q, k, v, layout, bias, **dropout.arguments)
         out: Tensor = self.out(mixed.reshape(x.shape))
         return out

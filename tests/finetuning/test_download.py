@@ -44,7 +44,7 @@ def test_a_task_is_read_as_it_is_handed_out(tmp_path, name, folder, rows, texts,
     assert list(data.validation) == list(get(name).validation)
     for split in data.splits.values():
         assert (split.texts, split.labels.tolist()) == (texts, labels)
-    assert sum("1 rows end before their label" in note for note in data.notes) == (2 if name == "qqp" else 0)
+    assert sum("1 lines end before their label" in note for note in data.notes) == (2 if name == "qqp" else 0)
 
 
 def test_faults_keep_their_lines_and_other_names_are_refused(tmp_path):
@@ -54,7 +54,7 @@ def test_faults_keep_their_lines_and_other_names_are_refused(tmp_path):
         read_task(get("cola"), str(tmp_path))
     write(tmp_path / "MRPC", "train", [["quality", "one", "two"], ["1", "a", "b"]])
     write(tmp_path / "MRPC", "dev", MRPC)
-    with pytest.raises(UserError, match=r"no column in its first line 'sentence1', only quality, one, two \(rename"):
+    with pytest.raises(UserError, match=r"line 2 has no field 'sentence1', only quality, one, two \(rename"):
         read_task(get("mrpc"), str(tmp_path))
     write(tmp_path / "MRPC", "train", [*MRPC, ["1", "7", "8", "it ends"]])  # only QQP's are left out
     with pytest.raises(UserError, match=r"line 3 has 4 fields and the first line 5"):
