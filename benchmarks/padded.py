@@ -92,7 +92,7 @@ class PaddedMaeLm(nn.Module):
         for block in decoder.blocks:
             x = self._block(block, x, bias, 0.0)
         head = self.ours.head
-        scores = F.linear(head.norm(F.gelu(head.dense(x[inputs.masked]))), table, head.vocabulary_bias)
+        scores = F.linear(head.norm(F.gelu(_linear(x[inputs.masked], head.dense))), table, head.vocabulary_bias)
         return F.cross_entropy(scores[:, : self.vocab_size].float(), inputs.labels)
 
     def _encode(self, inputs: PaddedInputs) -> Tensor:
@@ -108,9 +108,9 @@ class PaddedMaeLm(nn.Module):
 
     def _block(self, block: Any, x: Tensor, bias: Tensor, p: float) -> Tensor:
         """x: (B, L, d). bias: of _bias."""
-        mixed = block.attention.out(self._attention(block.attention.qkv(x), bias, p))
+        mixed = _linear(self._attention(_linear(x, block.attention.qkv), bias, p), block.attention.out)
         x = block.attention_norm(x + F.dropout(mixed, p))
-        hidden = block.ffn_out(F.gelu(block.ffn_in(x)))
+        hidden = _linear(F.gelu(_linear(x, block.ffn_in)), block.ffn_out)
         out: Tensor = block.ffn_norm(x + F.dropout(hidden, p))
         return out
 
@@ -123,6 +123,11 @@ class PaddedMaeLm(nn.Module):
             weights = F.dropout(F.softmax(scores, dim=-1, dtype=scores.dtype), p)
             out: Tensor = (weights @ v).transpose(1, 2).flatten(2)
             return out
+
+
+def _linear(x: Tensor, layer: Any) -> Tensor:
+    """PyTorch's product, where a call of the layer would be ops.linear's."""
+    return F.linear(x, layer.weight, layer.bias)
 
 
 def _buckets(relative: RelativeBias | None) -> Tensor | None:

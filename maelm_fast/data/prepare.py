@@ -447,8 +447,9 @@ def _write_split(job: _Job, name: str, tokenizer: Tokenizer) -> Split:
         shutil.rmtree(job.partial / CHUNKS)  # with these options every run would end here
         raise UserError(
             f"the {name} split has {documents} documents and {dropped_tokens} tokens, too few for a sample of "
-            f"{job.config.seq_len}: give more text, a smaller --seq-len, another --validation share (now "
-            f"{job.config.validation}) or --validation-input"
+            f"{job.config.seq_len}: give more text, a smaller --seq-len, a "
+            f"{'larger' if name == 'validation' else 'smaller'} --validation share (now {job.config.validation}) or "
+            f"--validation-input"
         )
     return Split(
         samples=sum(shard.samples for shard in writer.shards),

@@ -156,14 +156,15 @@ def _row_documents(path: str, suffix: str, text_field: str) -> Iterator[Document
         yield from _row_document(row, text_field, f"{path}: {where}")
 
 
-def read_rows(path: str, suffix: str) -> Iterator[tuple[str, Any]]:
+def read_rows(path: str, suffix: str, names: Sequence[str] = (), early: bool = False) -> Iterator[tuple[str, Any]]:
     """(where it stands in the file, in words, the row) of a .jsonl, .json, .csv or .tsv file, compressed or not; of the
     last two every row is a dict of strings. UserError at the first fault.
 
-    A tsv file is split at tabs and nothing else, as GLUE's are: a quotation mark is text."""
+    A tsv file is split at tabs and nothing else, as GLUE's are: a quotation mark is text. names: of the columns, of a
+    csv or tsv file whose first line does not have them. early: a line may end early; its row lacks the rest."""
     if suffix == ".json":
         return _json_rows(path)
-    return _jsonl_rows(path) if suffix == ".jsonl" else _delimited_rows(path, tabs=suffix == ".tsv")
+    return _jsonl_rows(path) if suffix == ".jsonl" else _delimited_rows(path, suffix == ".tsv", names, early)
 
 
 def _jsonl_rows(path: str) -> Iterator[tuple[str, Any]]:
@@ -193,13 +194,13 @@ def _json_rows(path: str) -> Iterator[tuple[str, Any]]:
     yield from ((f"object {number}", row) for number, row in enumerate(rows, 1))
 
 
-def _delimited_rows(path: str, tabs: bool) -> Iterator[tuple[str, Any]]:
-    """The first line names the columns. A row is known by the line it starts at."""
+def _delimited_rows(path: str, tabs: bool, names: Sequence[str], early: bool) -> Iterator[tuple[str, Any]]:
+    """The first line names the columns, unless `names` does. A row is known by the line it starts at."""
     csv.field_size_limit(MAX_LINE_BYTES)
     lines = (text for _, text in _read_lines(path))
     reader: Any = csv.reader(lines, strict=True)
     rows = (text.rstrip("\n").removesuffix("\r").split("\t") for text in lines) if tabs else reader
-    header, line = None, 1
+    header, line = list(names) or None, 1
     try:
         for row in rows:
             where, line = f"line {line}", line + 1 if tabs else reader.line_num + 1
@@ -209,8 +210,9 @@ def _delimited_rows(path: str, tabs: bool) -> Iterator[tuple[str, Any]]:
                     require(times == 1 or not name, f"{path}: {where} names column '{name}' twice: rename one")
             elif row not in ([], [""]):  # an empty line
                 told = f"{path}: {where} has {len(row)} fields and the first line {len(header)}"
-                require(len(row) == len(header), f"{told}: mend or remove the line")
-                yield where, dict(zip(header, row, strict=True))
+                whole = len(row) == len(header)
+                require(whole or (early and len(row) < len(header)), f"{told}: mend or remove the line")
+                yield where, dict(zip(header, row, strict=False))
     except csv.Error as error:
         remedy = "close its quotation marks, or give the file as .jsonl"
         raise UserError(f"{path}: line {line} is damaged ({error}): {remedy}") from None

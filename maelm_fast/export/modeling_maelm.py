@@ -131,9 +131,13 @@ class MaeLmAttention(nn.Module):
         """x: (B, L, d). mask: added to the scaled scores. memory: (B, L, d), what is attended to; x if None.
         empty: (B,) True for sequences with nothing to attend to; their attention is 0."""
         d = x.shape[-1]
-        memory = x if memory is None else memory
-        q = F.linear(x, self.qkv.weight[:d], self.qkv.bias[:d])
-        k, v = F.linear(memory, self.qkv.weight[d:], self.qkv.bias[d:]).chunk(2, dim=-1)
+        if memory is None:
+            q, k, v = self.qkv(x).chunk(3, dim=-1)
+        elif type(self.qkv) is not nn.Linear:  # an adapter stands in its place
+            q, (k, v) = self.qkv(x)[..., :d], self.qkv(memory)[..., d:].chunk(2, dim=-1)
+        else:
+            q = F.linear(x, self.qkv.weight[:d], self.qkv.bias[:d])
+            k, v = F.linear(memory, self.qkv.weight[d:], self.qkv.bias[d:]).chunk(2, dim=-1)
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=self.dropout_p if self.training else 0.0)
         mixed = mixed.transpose(1, 2).flatten(2)

@@ -135,8 +135,9 @@ def read_task(
     """A task's training and validation examples.
 
     data: a directory that holds the files, or <task name>/ with them (.parquet, .jsonl, .json, .csv, .tsv, the last two
-    with a line of column names); "hub", or "hub:owner/name[:configuration]", through `datasets`. A split is the file
-    named as it ("train.parquet"; "dev" for "validation"), or else the only one whose name starts so, which is noted.
+    with a line of column names), or GLUE's own (download.py); "hub", or "hub:owner/name[:configuration]", through
+    `datasets`. A split is the file named as it ("train.parquet"; "dev" for "validation"), or else the only one whose
+    name starts so, which is noted.
     train, validation: files of the directory, or any paths (of the hub: names of splits), when these are not plain;
     several are put one after the other, except that a task with two validation splits takes each file for the split
     its name starts with. limit: that many of the training examples, a fixed pseudo-random choice.

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maelm_fast.config import require
-from maelm_fast.data.readers import first_line, read_rows
+from maelm_fast.data.readers import first_line
 from maelm_fast.errors import UserError
+from maelm_fast.finetuning.download import read_task_rows, task_folder
 from maelm_fast.finetuning.tasks import Task
 
 if TYPE_CHECKING:
@@ -61,11 +62,11 @@ Wanted = Mapping[str, bool]
 """Column -> whether it must be there."""
 
 
-def read_table(path: Path, wanted: Wanted) -> Table:
+def read_table(path: Path, wanted: Wanted, task: Task) -> Table:
     """The columns of a file. Raises UserError if it is damaged or lacks a column that must be there."""
     require(path.suffix in FORMATS, f"{path}: unknown kind of file: use one of {', '.join(FORMATS)}")
     try:
-        return (_parquet if path.suffix == ".parquet" else _text)(path, wanted)
+        return _parquet(path, wanted) if path.suffix == ".parquet" else _text(path, wanted, task)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {first_line(error)}") from None
 
@@ -117,8 +118,8 @@ def _parquet(path: Path, wanted: Wanted) -> Table:
         raise UserError(f"{path} cannot be read as parquet: {first_line(error)}: get the file again") from None
 
 
-def _text(path: Path, wanted: Wanted) -> Table:
-    found = list(read_rows(str(path), path.suffix))
+def _text(path: Path, wanted: Wanted, task: Task) -> Table:
+    found, left_out = read_task_rows(task, path)
     if found and all(isinstance(article, dict) and "paragraphs" in article for _, article in found):
         found = _squad_rows(path, [article for _, article in found])
     for where, row in found:
@@ -128,7 +129,10 @@ def _text(path: Path, wanted: Wanted) -> Table:
     cells = [cell for _, row in found for cell in row.values()] if path.suffix == ".tsv" else []
     quoted = sum(cell[:1] == '"' == cell[-1:] and '""' in cell[1:-1] for cell in cells)
     note = f"{path}: {quoted:,} fields in quotation marks, which tsv keeps as text: if not meant to be there, use .csv"
-    return Table(str(path), columns, [f"{path}: {where}" for where, _ in found], notes=(note,) if quoted else ())
+    notes = [f"{path}: {left_out:,} lines end before their label and are left out, as the hub does"] if left_out else []
+    return Table(
+        str(path), columns, [f"{path}: {where}" for where, _ in found], notes=(*notes, *([note] if quoted else []))
+    )
 
 
 def _squad_rows(path: Path, articles: list[dict[str, Any]]) -> list[tuple[str, Any]]:
@@ -163,9 +167,9 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _NAMES_SHOWN = 10
 
 
-def place_of(task: str, sources: Sequence[str]) -> str:
+def place_of(task: Task, sources: Sequence[str]) -> str:
     """The first of several directories, or hub, that has the task; the first of all if none has its folder."""
-    return next((s for s in sources if s.startswith(HUB) or (Path(s) / task).is_dir()), sources[0])
+    return next((s for s in sources if s.startswith(HUB) or task_folder(Path(s), task)), sources[0])
 
 
 def find_tables(
@@ -183,7 +187,7 @@ def find_tables(
     root = Path(data)
     require(root.exists(), f"--data {data} does not exist: give a directory, or hub")
     require(root.is_dir(), f"--data {data} is a file: give its directory, and the file's name with --train")
-    directory = root / task.name if (root / task.name).is_dir() else root
+    directory = task_folder(root, task) or root
     files: dict[str, list[Path]] = {}
     notes: list[str] = []
     for split, names in given.items():
@@ -203,7 +207,7 @@ def find_tables(
         else:
             notes.append(f"{split}: not there, so nothing is said about it")
     _require_once([str(path.resolve()) for paths in files.values() for path in paths])
-    return {split: _joined([read_table(path, wanted) for path in paths]) for split, paths in files.items()}, notes
+    return {split: _joined([read_table(path, wanted, task) for path in paths]) for split, paths in files.items()}, notes
 
 
 def _require_once(places: Sequence[str]) -> None:

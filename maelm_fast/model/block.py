@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from maelm_fast import ops
 from maelm_fast.config import ModelConfig
+from maelm_fast.model.linear import Linear, feed_forward, project
 from maelm_fast.model.position_bias import RelativeBias
 from maelm_fast.ops import AttentionLayout, PositionBias
 from maelm_fast.ops.stacked import unstack
@@ -47,8 +48,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.out = nn.Linear(config.hidden_size, config.hidden_size)
+        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
+        self.out = Linear(config.hidden_size, config.hidden_size)
         self.heads = (config.num_heads, config.head_dim)
 
     def forward(
@@ -60,14 +61,14 @@ class Attention(nn.Module):
         memory: Tensor | None = None,
     ) -> Tensor:
         """x: (Tq, d). memory: (Tk, d), what is attended to; x itself if None. Returns (Tq, d)."""
-        d = x.shape[-1]
         if memory is None:
-            q, k, v = unstack(ops.linear(x, self.qkv.weight, self.qkv.bias), 3, *self.heads)
+            q, k, v = unstack(self.qkv(x), 3, *self.heads)
         else:
-            (q,) = unstack(ops.linear(x, self.qkv.weight[:d], self.qkv.bias[:d]), 1, *self.heads)
-            k, v = unstack(ops.linear(memory, self.qkv.weight[d:], self.qkv.bias[d:]), 2, *self.heads)
+            queries, keys_values = project(x, memory, self.qkv)
+            (q,) = unstack(queries, 1, *self.heads)
+            k, v = unstack(keys_values, 2, *self.heads)
         mixed: Tensor = ops.attention(q, k, v, layout, bias, **dropout.arguments)
-        out: Tensor = ops.linear(mixed.reshape(x.shape), self.out.weight, self.out.bias)
+        out: Tensor = self.out(mixed.reshape(x.shape))
         return out
 
 
@@ -80,8 +81,8 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.cross_attention = Attention(config) if cross else None
         self.cross_attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if cross else None
-        self.ffn_in = nn.Linear(config.hidden_size, config.ffn_size)
-        self.ffn_out = nn.Linear(config.ffn_size, config.hidden_size)
+        self.ffn_in = Linear(config.hidden_size, config.ffn_size)
+        self.ffn_out = Linear(config.ffn_size, config.hidden_size)
         self.ffn_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(
@@ -110,8 +111,7 @@ class Block(nn.Module):
             cross_memory, cross_layout = cross
             mixed = self.cross_attention(x, cross_layout, None, dropout.at(3), cross_memory)
             x, residual = _add_norm(mixed, residual, self.cross_attention_norm, dropout.at(4))
-        hidden = ops.feed_forward(x, self.ffn_in.weight, self.ffn_in.bias, self.ffn_out.weight, self.ffn_out.bias)
-        return _add_norm(hidden, residual, self.ffn_norm, dropout.at(2))
+        return _add_norm(feed_forward(x, self.ffn_in, self.ffn_out), residual, self.ffn_norm, dropout.at(2))
 
 
 def _add_norm(x: Tensor, residual: Tensor, norm: nn.LayerNorm, dropout: Dropout) -> tuple[Tensor, Tensor]:

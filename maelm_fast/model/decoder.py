@@ -21,6 +21,7 @@ from maelm_fast import ops
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import ModelConfig
 from maelm_fast.model.block import Block, position_table
+from maelm_fast.model.linear import Linear
 from maelm_fast.model.position_bias import RelativeBias
 from maelm_fast.ops import AttentionLayout, PositionBias
 
@@ -32,7 +33,7 @@ class Decoder(nn.Module):
         super().__init__()
         own = config.decoder_config
         widths = config.hidden_size, own.hidden_size
-        self.projection = nn.Linear(*widths) if widths[0] != widths[1] else None
+        self.projection = Linear(*widths) if widths[0] != widths[1] else None
         self.position_table = position_table(own)
         self.embedding_norm = nn.LayerNorm(own.hidden_size, eps=config.layer_norm_eps)
         rule = "t5" if config.relative_bias == "none" else config.relative_bias
@@ -42,9 +43,7 @@ class Decoder(nn.Module):
         self.num_heads, self.resets_mask = own.num_heads, config.decoder_resets_mask
 
     def _project(self, rows: Tensor) -> Tensor:
-        if self.projection is None:
-            return rows
-        return ops.linear(rows, self.projection.weight, self.projection.bias)
+        return rows if self.projection is None else self.projection(rows)
 
     def _input(self, rows: Tensor, source: Tensor, positions: Tensor, mask_embedding: Tensor) -> Tensor:
         """rows: (R, w), already projected. mask_embedding: (d,), not yet. Returns (N, w)."""

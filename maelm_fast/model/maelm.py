@@ -19,6 +19,7 @@ from maelm_fast.config import ModelConfig, require
 from maelm_fast.model.block import init_weights
 from maelm_fast.model.decoder import CausalDecoder, CrossDecoder, SelfDecoder
 from maelm_fast.model.encoder import Encoder
+from maelm_fast.model.linear import Linear
 
 _DECODERS: dict[str, type[SelfDecoder] | type[CrossDecoder] | type[CausalDecoder]] = {
     "self": SelfDecoder,
@@ -36,16 +37,14 @@ class Head(nn.Module):
         super().__init__()
         width = config.hidden_size if config.decoder == "none" else config.decoder_config.hidden_size
         self.vocab_size = config.vocab_size
-        self.dense = nn.Linear(width, width)
+        self.dense = Linear(width, width)
         self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
-        self.out = nn.Linear(width, config.hidden_size, bias=False) if width != config.hidden_size else None
+        self.out = Linear(width, config.hidden_size, bias=False) if width != config.hidden_size else None
         self.vocabulary_bias = nn.Parameter(torch.empty(config.table_size))
 
     def transform(self, x: Tensor) -> Tensor:
-        x = ops.layer_norm(
-            F.gelu(ops.linear(x, self.dense.weight, self.dense.bias)), self.norm.weight, self.norm.bias, self.norm.eps
-        )
-        return x if self.out is None else ops.linear(x, self.out.weight)
+        x = ops.layer_norm(F.gelu(self.dense(x)), self.norm.weight, self.norm.bias, self.norm.eps)
+        return x if self.out is None else self.out(x)
 
     def loss(self, x: Tensor, table: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return ops.masked_cross_entropy(

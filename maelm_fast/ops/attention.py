@@ -92,6 +92,11 @@ def _nothing(call: Call) -> Tensor:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, bias: PositionBias | None) -> None:
+    if not isinstance(layout, AttentionLayout):
+        raise UserError(
+            f"attention: the layout is a {type(layout).__name__}: give ops.AttentionLayout(ops.layout_from_boundaries("
+            "cu_seqlens)), once for all layers, or call ops.attention_varlen"
+        )
     fits = q.dim() == 3 and k.shape == v.shape and k.shape[1:] == q.shape[1:]
     if not fits or q.shape[0] != layout.queries.num_tokens or k.shape[0] != layout.keys.num_tokens:
         shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))

@@ -130,7 +130,7 @@ def find_tasks(
     for name in names:
         if one and data:
             break
-        named, source = files.get(name, {}), place_of(name, sources)
+        named, source = files.get(name, {}), place_of(tasks.get(name), sources)
         try:
             read = read_task(tasks.get(name), source, named.get("train", ()), named.get("validation", ()))
             data[name] = read.limited(*amount.limits(read.task))

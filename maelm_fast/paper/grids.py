@@ -164,10 +164,13 @@ def read(path: Path) -> Grid:
         known = (*GROUPS, *TASKS, "custom")
         require(key in known, f"{path}: unknown section '{key}': use a task or a group of tasks ({', '.join(known)})")
         require(isinstance(value, dict), f"{path}: '{key}' is a section: put fields and their values under it")
+    common = _values({key: value for key, value in data.items() if key not in sections}, str(path))
+    said = [f"{name} {', '.join(map(shown, values))}" for name, values in common.items()]
+    said += [f"more for {', '.join(sections)}"] if sections else []
     return Grid(
         path.name,
-        f"from {path.name}",
-        _values({key: value for key, value in data.items() if key not in sections}, str(path)),
+        f"yours: {'; '.join(said)}",
+        common,
         {key: _values(value, f"{path}, {key}") for key, value in sections.items()},
     )
 

@@ -145,6 +145,7 @@ def test_either_kind_of_tokenizer(store: Path) -> None:
 
 def test_bad_rows(store: Path) -> None:
     collator = collator_of(TokenStore.open(store))
+    assert collator([{"input_ids": [], "idx": 0, "epoch": 0}])["decoder_lengths"] == [0]  # nothing to read is no fault
     with pytest.raises(UserError, match=r"no 'input_ids', only idx, epoch: .*remove_unused_columns=False"):
         collator([{"idx": 0, "epoch": 0}])
     with pytest.raises(UserError, match="token id 300 is outside the vocabulary of 300"):

@@ -241,6 +241,9 @@ def test_what_cannot_be_says_so(tmp_path: Path) -> None:
     model = build("roberta_tiny")
     with pytest.raises(UserError, match="encoder_sees_mask=True"):
         model(**to_kwargs(batch_of([0, 1])))
+    longest = MaeLmForPreTraining.from_preset("tiny", tokenizer=TOKENIZER, max_positions=4)
+    with pytest.raises(UserError, match=r"a row of \d+ tokens, where the model has 4 positions"):
+        longest(**to_kwargs(batch_of([0, 1])))
     with pytest.raises(ValueError, match="does not support"):
         model.gradient_checkpointing_enable()
     with pytest.raises(NotImplementedError, match="vocabulary's size is fixed"):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,46 +15,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from maelm_fast import native
 from maelm_fast.batch import Layout, layout_of
 from maelm_fast.errors import UserError
 from maelm_fast.ops import AttentionLayout, PositionBias, attention
 from maelm_fast.ops.attention_backends import grouped
-from maelm_fast.ops.dispatch import triton_installed
 from maelm_fast.ops.reference.dropout import keep_weights
-from tests.ops.checks import (
-    DEVICE,
-    DTYPES,
-    assert_as_good_as_pytorch,
-    deterministic,
-    gapped_layout,
-    opcheck,
-    outputs_and_gradients,
-    poisoned_memory,
-    seed_tensor,
-    strided,
+from tests.ops.attention_checks import (
+    BACKEND_AND_DTYPE,
+    DIM,
+    EVERY_BACKEND,
+    GPU_DTYPES,
+    HEADS,
+    POSITIONS,
+    check_kernel,
+    gapped,
+    inputs,
+    kernel,
+    on_device,
+    whole,
 )
-
-HEADS, DIM, POSITIONS = 3, 8, 128
-gapped = functools.partial(gapped_layout, POSITIONS)
-
-
-def inputs(queries: Layout, keys: Layout, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    rows = (queries.num_tokens, keys.num_tokens, keys.num_tokens)
-    tensors = [torch.randn(n, HEADS, DIM, dtype=dtype) for n in rows]
-    return [*tensors, torch.randn(HEADS, 2 * POSITIONS - 1, dtype=dtype)]
-
-
-def whole(q: Tensor, k: Tensor, v: Tensor, queries: Layout, keys: Layout, line: Tensor | None) -> Tensor:
-    """All pairs of all sequences at once, other sequences masked out."""
-    owner_q = torch.repeat_interleave(torch.arange(len(queries.lengths)), torch.tensor(queries.lengths))
-    owner_k = torch.repeat_interleave(torch.arange(len(keys.lengths)), torch.tensor(keys.lengths))
-    scores = torch.einsum("qhd,khd->hqk", q, k) / DIM**0.5
-    if line is not None:
-        scores = scores + line[:, keys.positions[None, :].long() - queries.positions[:, None].long() + POSITIONS - 1]
-    scores = scores.masked_fill(owner_q[:, None] != owner_k[None, :], float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1).nan_to_num(0.0), v)
-
+from tests.ops.checks import DEVICE, gapped_layout, opcheck, outputs_and_gradients, seed_tensor
 
 LAYOUTS = {
     "full": ([16] * 5, [16] * 5),
@@ -228,104 +206,9 @@ def test_unknown_backend_names_the_known() -> None:
 def test_layouts_must_match() -> None:
     with pytest.raises(UserError, match="2 query sequences but 1 key"):
         AttentionLayout(layout_of([3, 4]), layout_of([7]))
-
-
-kernel = pytest.mark.skipif(not triton_installed(), reason="triton is not installed")
-compiled = pytest.mark.skipif(
-    DEVICE != "cpu" or not native.has("attention", "cpu"),
-    reason=native.why_not("cpu") if DEVICE == "cpu" else "the compiled attention is for the CPU",
-)
-GPU_DTYPES = DTYPES if DEVICE == "cpu" else DTYPES[1:]  # on a GPU the kernel takes bf16 and fp16
-NAMES = ("out", "grad_q", "grad_k", "grad_v", "grad_line")
-
-
-def on_device(layout: Layout) -> Layout:
-    return layout.to(DEVICE)
-
-
-class Flash(torch.autograd.Function):
-    """What flash attention rounds, in PyTorch, one sequence: products at q's dtype, softmax in fp32, and a backward
-    pass that has the rounded output to go by. bias: (heads, Lq, Lk) fp32. keep: the same shape, 0 or 1 / (1 - p)."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, keep: Tensor, scale: float) -> Tensor:
-        weights = (torch.einsum("qhd,khd->hqk", q, k).float() * scale + bias).softmax(-1)
-        out = torch.einsum("hqk,khd->qhd", (weights * keep).to(q.dtype), v)
-        ctx.save_for_backward(q, k, v, weights, keep, out)
-        ctx.scale = scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, weights, keep, out = ctx.saved_tensors
-        delta = (grad.float() * out.float()).sum(-1).t()[:, :, None]
-        scores = weights * (torch.einsum("qhd,khd->hqk", grad, v).float() * keep - delta)
-        grad_q = torch.einsum("hqk,khd->qhd", scores.to(q.dtype), k) * ctx.scale
-        grad_k = torch.einsum("hqk,qhd->khd", scores.to(q.dtype), q) * ctx.scale
-        grad_v = torch.einsum("hqk,qhd->khd", (weights * keep).to(q.dtype), grad)
-        return grad_q, grad_k, grad_v, scores, None, None
-
-
-def flash(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, bias: PositionBias | None, p: float) -> Tensor:
-    outputs, start = [], 0
-    places = layout.queries.positions.split(layout.queries.lengths), layout.keys.positions.split(layout.keys.lengths)
-    rows = q.split(layout.queries.lengths), k.split(layout.keys.lengths), v.split(layout.keys.lengths)
-    for q_s, k_s, v_s, q_at, k_at in zip(*rows, *places, strict=True):
-        spread, keep = torch.zeros(2, q.shape[1], len(q_s), len(k_s), device=q.device)
-        if bias is not None:
-            distance = (k_at[None, :] - q_at[:, None]).long().clamp(-bias.reach, bias.reach) + bias.reach
-            spread = bias.line[:, distance]
-        numbers = torch.arange(start, start + len(q_s), device=q.device)
-        kept = keep_weights(numbers, q.shape[1], len(k_s), p, seed_tensor(), 7) if p else torch.ones_like(keep)
-        outputs.append(Flash.apply(q_s, k_s, v_s, spread, kept / (1 - p), q.shape[-1] ** -0.5))
-        start += len(q_s)
-    return torch.cat(outputs)
-
-
-def check_kernel(
-    queries: Layout,
-    keys: Layout | None,
-    reach: int,
-    dtype: torch.dtype,
-    p: float = 0.0,
-    dim: int = 16,
-    step: int = 0,
-    backend: str = "triton",
-    window: bool = False,
-    own_rounding: bool = False,
-    positions: int = POSITIONS,
-) -> None:
-    """Outputs and every gradient in memory full of NaN, against float64, within twice the error of flash attention
-    written in PyTorch at that dtype.
-
-    reach: of the line; 0 for no bias. step: strided inputs. window: distances of the reach and beyond are excluded."""
-    layout = AttentionLayout(on_device(queries), None if keys is None else on_device(keys))
-    draw = torch.Generator().manual_seed(queries.num_tokens + dim)
-    counts = (queries.num_tokens, *(layout.keys.num_tokens,) * 2)
-    tensors = [torch.randn(n, HEADS, dim, generator=draw).to(DEVICE, dtype) for n in counts]
-    if reach:
-        tensors.append(torch.randn(HEADS, 2 * reach + 1, generator=draw).to(DEVICE))
-    if step:
-        tensors = [strided(t, step) for t in tensors[:3]] + tensors[3:]
-
-    def call(backend: str, q: Tensor, k: Tensor, v: Tensor, line: Tensor | None = None) -> Tensor:
-        bias = PositionBias(line, positions) if line is not None else None
-        if bias is not None and window:
-            bias = bias.within(reach - 1, reach - 1)
-        if backend == "flash":
-            return flash(q, k, v, layout, bias, p)
-        seed = seed_tensor() if p else None
-        return attention(q, k, v, layout, bias, dropout_p=p, seed=seed, place=7, backend=backend)
-
-    with poisoned_memory():
-        actual = outputs_and_gradients(lambda *t: call(backend, *t), tensors)
-    at_dtype = outputs_and_gradients(lambda *t: call("flash", *t), tensors)
-    exact = outputs_and_gradients(lambda *t: call("reference", *t), [t.double() for t in tensors])
-    for name, *triple in zip(NAMES, actual, at_dtype, exact, strict=False):
-        try:
-            assert_as_good_as_pytorch(*triple, own_rounding=own_rounding)
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
+    for wrong in (layout_of([4]), torch.tensor([0, 4])):
+        with pytest.raises(UserError, match=r"the layout is a (Layout|Tensor): give ops\.AttentionLayout"):
+            attention(*inputs(layout_of([4]), layout_of([4]))[:3], wrong)  # type: ignore[arg-type]
 
 
 @kernel
@@ -357,19 +240,6 @@ def test_kernel_where_a_program_walks_through_several_query_tiles(monkeypatch: p
 def test_kernel_with_other_keys(reach: int, p: float) -> None:
     """Queries of a subset, sequences without queries and without keys."""
     check_kernel(gapped([3, 40, 0, 17, 4]), gapped([70, 0, 7, 90, 1], seed=1), reach, torch.bfloat16, p)
-
-
-EVERY_BACKEND = ["grouped", "reference", pytest.param("native", marks=compiled), pytest.param("triton", marks=kernel)]
-
-
-BACKEND_AND_DTYPE = [
-    ("grouped", torch.float32),
-    ("reference", torch.float32),
-    pytest.param("native", torch.float32, marks=compiled),
-    pytest.param("native", torch.bfloat16, marks=compiled),  # by products of its own, where the CPU has them
-    pytest.param("triton", torch.bfloat16, marks=kernel),
-]
-SKIPPING = BACKEND_AND_DTYPE[2:]
 
 
 @pytest.mark.parametrize("p", [0.0, 0.2])
@@ -625,233 +495,3 @@ def test_lists_of_tiles_start_with_the_longest() -> None:
 
     listed = tile_list((70, 3, 0, 40), (10, 90, 9, 50), 32, torch.device("cpu"))
     assert listed.tolist() == [[1, 0], [3, 0], [3, 32], [0, 0], [0, 32], [0, 64]]
-
-
-def check_native(
-    queries: Layout, keys: Layout | None = None, reach: int = 11, dtype: torch.dtype = torch.float32, **arguments: Any
-) -> None:
-    """As check_kernel; the compiled code's own memory is full of NaN too."""
-    with deterministic():
-        check_kernel(queries, keys, reach, dtype, backend="native", **arguments)
-
-
-NATIVE_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-
-
-@compiled
-@NATIVE_DTYPES
-@pytest.mark.parametrize("p", [0.0, 0.2])
-@pytest.mark.parametrize("reach", [0, 11, 127])
-def test_native(reach: int, p: float, dtype: torch.dtype) -> None:
-    """Lengths of one token, around a tile and a panel, over several blocks; gaps of all sizes."""
-    check_native(gapped([1, 33, 90, 2, 16, 6, 0, 128]), reach=reach, dtype=dtype, p=p)
-    check_native(gapped([3, 40, 0, 17, 4]), gapped([70, 0, 7, 90, 1], seed=1), reach, dtype, p=p)
-
-
-@compiled
-@NATIVE_DTYPES
-@pytest.mark.parametrize("dim", [16, 32, 64, 128])
-@pytest.mark.parametrize("step", [0, 1, 2])
-def test_native_head_dims_and_strides(dim: int, step: int, dtype: torch.dtype) -> None:
-    check_native(gapped([5, 35]), dtype=dtype, p=0.1, dim=dim, step=step)
-
-
-@compiled
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("step", [0, 1, 2])
-def test_native_half_precision(dtype: torch.dtype, step: int) -> None:
-    check_native(gapped([1, 33, 0, 90]), dtype=dtype, step=step)
-    check_native(gapped([3, 0, 17]), gapped([70, 0, 7], seed=1), dtype=dtype, p=0.2, step=step)
-    check_native(gapped([0, 3]), gapped([0, 0]), dtype=dtype)
-
-
-@compiled
-@pytest.mark.parametrize("wide", [False, True])
-def test_native_bf16_over_several_blocks_of_queries(wide: bool) -> None:
-    """An odd number of queries; positions without gaps, and with gaps too wide for one lookup."""
-    places = torch.tensor(sorted(random.Random(0).sample(range(9000), 601)), dtype=torch.int32)
-    layout = layout_of([601], places if wide else None)
-    check_native(layout, dtype=torch.bfloat16, reach=50, p=0.1, positions=9000)
-    check_native(layout, dtype=torch.bfloat16, reach=50, p=0.1, positions=9000, window=True)
-
-
-@compiled
-def test_native_over_several_blocks_of_queries() -> None:
-    """Positions without gaps, and with gaps too wide for one lookup."""
-    draw = random.Random(0)
-    wide = layout_of([300], torch.tensor(sorted(draw.sample(range(9000), 300)), dtype=torch.int32))
-    for layout in (layout_of([700]), wide):
-        q, k, v = torch.randn(layout.num_tokens, 3, 2, 16).unbind(1)
-        tensors = [q, k, v, torch.randn(2, 101)]
-
-        def call(backend: str, q: Tensor, k: Tensor, v: Tensor, line: Tensor, layout: Layout = layout) -> Tensor:
-            return attention(q, k, v, AttentionLayout(layout), PositionBias(line, 9000), backend=backend)
-
-        actual = outputs_and_gradients(lambda *t: call("native", *t), tensors)
-        at_dtype = outputs_and_gradients(lambda *t: call("reference", *t), tensors)
-        exact = outputs_and_gradients(lambda *t: call("reference", *t), [t.double() for t in tensors])
-        for triple in zip(actual, at_dtype, exact, strict=True):
-            assert_as_good_as_pytorch(*triple)
-
-
-@compiled
-def test_native_with_nothing_to_do() -> None:
-    check_native(gapped([0, 0]))
-    check_native(gapped([0, 3]), gapped([0, 0]))
-    check_native(gapped([0, 0]), gapped([5, 0]))
-
-
-@compiled
-@settings(max_examples=25, deadline=None)
-@given(
-    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=3),
-    reach=st.integers(0, 127),
-    p=st.sampled_from([0.0, 0.4]),
-    seed=st.integers(0, 99),
-)
-def test_native_on_random_layouts(lengths: list[int], reach: int, p: float, seed: int) -> None:
-    check_native(gapped(lengths, seed), reach=reach, p=p)
-
-
-# The same layouts every time, as for the Triton kernel: the bound is itself a random error.
-@compiled
-@settings(max_examples=10, deadline=None, derandomize=True)
-@given(
-    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=3),
-    reach=st.integers(0, 127),
-    p=st.sampled_from([0.0, 0.4]),
-    seed=st.integers(0, 99),
-)
-def test_native_bf16_on_random_layouts(lengths: list[int], reach: int, p: float, seed: int) -> None:
-    check_native(gapped(lengths, seed), reach=reach, dtype=torch.bfloat16, p=p, own_rounding=True)
-
-
-@compiled
-def test_native_exponential_is_within_two_units_in_the_last_place() -> None:
-    """Each query has two keys with logits 0 and x: their weights are 1 and exp(x) over the sum."""
-    x = -torch.rand(20_000) * 87
-    queries, keys = layout_of([1] * len(x)), layout_of([2] * len(x))
-    q, k, v = torch.zeros(len(x), 1, 16), torch.zeros(2 * len(x), 1, 16), torch.zeros(2 * len(x), 1, 16)
-    q[:, 0, 0], k[1::2, 0, 0], v[1::2, 0, 0] = x, 1.0, 1.0
-    out = attention(q, k, v, AttentionLayout(queries, keys), scale=1.0, backend="native")[:, 0, 0].double()
-    exact = x.double().exp() / (1 + x.double().exp())
-    # the exponential's 2 units of 2**-23 at most, and half a unit each for the sum, the division and the product
-    assert ((out - exact).abs() / exact).max() < 3.5 * 2**-23
-    beyond = attention(q * 3, k, v, AttentionLayout(queries, keys), scale=1.0, backend="native")
-    assert not beyond[x < -30].any()
-
-
-@compiled
-@NATIVE_DTYPES
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e4])
-def test_native_keeps_what_is_not_finite(value: float, dtype: torch.dtype) -> None:
-    """A NaN is not lost in the exponential; logits far from zero are no danger, nor absent keys of a panel."""
-    layout = AttentionLayout(layout_of([5, 19]))
-    tensors = list(torch.randn(24, 3, 2, 16, generator=torch.Generator().manual_seed(3)).to(dtype).unbind(1))
-    tensors[0][7, 1, 3] = value
-
-    def call(backend: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, layout, backend=backend)
-
-    ours, theirs = (outputs_and_gradients(lambda *t: call(b, *t), tensors) for b in ("native", "reference"))  # noqa: B023
-    for a, b in zip(ours, theirs, strict=True):
-        assert torch.equal(a.isfinite(), b.isfinite())
-        bound = 0.02 * float(b.nan_to_num(0.0).abs().max()) if dtype == torch.bfloat16 else 1e-3
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=bound, equal_nan=True)
-
-
-@compiled
-@NATIVE_DTYPES
-def test_native_gives_the_same_bits_for_every_number_of_threads(dtype: torch.dtype) -> None:
-    layout = AttentionLayout(gapped([40, 7, 90, 1, 30] * 8))
-    q, k, v = torch.randn(layout.queries.num_tokens, 3, HEADS, 16).to(dtype).unbind(1)
-    tensors = [q, k, v, torch.randn(HEADS, 41)]
-
-    def call(q: Tensor, k: Tensor, v: Tensor, line: Tensor) -> Tensor:
-        bias = PositionBias(line, POSITIONS)
-        return attention(q, k, v, layout, bias, dropout_p=0.1, seed=seed_tensor(), backend="native")
-
-    before, runs = torch.get_num_threads(), []
-    try:
-        for threads in (1, 1, 2, 3):
-            torch.set_num_threads(threads)
-            runs.append(outputs_and_gradients(call, tensors))
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for run in runs for a, b in zip(runs[0], run, strict=True))
-    gradient = runs[0][-1].double()  # sums to zero over all distances
-    assert (gradient.sum(1).abs() < 1e-5 * gradient.abs().sum(1)).all()
-
-
-@compiled
-@NATIVE_DTYPES
-def test_native_takes_an_upstream_gradient_without_memory_of_its_own(dtype: torch.dtype) -> None:
-    """That of a sum is one number, expanded."""
-    layout = AttentionLayout(gapped([3, 20]))
-    q, k, v = torch.randn(23, 3, HEADS, 16).to(dtype).unbind(1)
-    leaves = [t.requires_grad_() for t in (q.clone(), k.clone(), v.clone())]
-    mine = torch.autograd.grad(attention(*leaves, layout, backend="native").sum(), leaves)
-    out = attention(*leaves, layout, backend="native")
-    for a, b in zip(mine, torch.autograd.grad(out, leaves, torch.ones_like(out)), strict=True):
-        assert torch.equal(a, b)
-
-
-@compiled
-@pytest.mark.parametrize("line", [torch.zeros(2, 4), torch.zeros(3, 5), torch.zeros(5), torch.zeros(2, 5).double()])
-def test_native_checks_the_line_before_it_is_read(line: Tensor) -> None:
-    layout = layout_of([4])
-    q = torch.randn(4, 2, 16)
-    assert attention(q, q, q, AttentionLayout(layout), backend="native").shape == q.shape  # loads the extension
-    with pytest.raises(RuntimeError, match=r"attention: line must be \(heads, 2R\+1\)"):
-        torch.ops.maelm_fast.attention_native_fwd(
-            q, q, q, line, *(layout.cu_seqlens,) * 2, *(layout.positions,) * 2, 0.25, 0.0, None, 0
-        )
-
-
-@compiled
-@pytest.mark.parametrize(("p", "dtype"), [(0.0, torch.float32), (0.3, torch.float32), (0.3, torch.bfloat16)])
-def test_native_opcheck(p: float, dtype: torch.dtype) -> None:
-    layout = gapped([3, 5])
-    q, k, v = torch.randn(8, 3, HEADS, 16, dtype=dtype).unbind(1)
-    line, seed = torch.randn(HEADS, 2 * POSITIONS - 1), seed_tensor() if p else None
-    rest = (*(layout.cu_seqlens,) * 2, *(layout.positions,) * 2)
-    ops = torch.ops.maelm_fast
-    assert attention(q, k, v, AttentionLayout(layout), backend="native").shape == q.shape  # loads the extension
-    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v, line)]
-    opcheck(ops.attention_native_fwd, *leaves, *rest, 0.25, p, seed, 7)
-    out, lse = ops.attention_native_fwd(q, k, v, line, *rest, 0.25, p, seed, 7)
-    for stacked in (0, 2, 3):
-        opcheck(ops.attention_native_bwd, out, q, k, v, lse, line, *rest, True, 0.25, p, seed, 7, stacked)
-
-
-@compiled
-def test_native_compiles_without_a_break() -> None:
-    layout = AttentionLayout(gapped([3, 5]))
-    tensors = [*torch.randn(8, 3, HEADS, 16).unbind(1), torch.randn(HEADS, 2 * POSITIONS - 1)]
-
-    def call(q: Tensor, k: Tensor, v: Tensor, line: Tensor) -> Tensor:
-        return attention(q, k, v, layout, PositionBias(line), dropout_p=0.2, seed=seed_tensor(), backend="native")
-
-    compiled_call = torch.compile(call, fullgraph=True, backend="aot_eager")
-    pairs = zip(outputs_and_gradients(call, tensors), outputs_and_gradients(compiled_call, tensors), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-
-
-@compiled
-def test_native_says_what_it_cannot_take() -> None:
-    layout, q = AttentionLayout(layout_of([4])), torch.randn(4, 2, 24)
-    with pytest.raises(UserError, match="head_dim 24"):
-        attention(q, q, q, layout, backend="native")
-    assert attention(q, q, q, layout).shape == q.shape  # auto takes another
-    q = torch.randn(4, 2, 32)
-    with pytest.raises(UserError, match=r"dtype float64 \(it takes fp32, bf16 and fp16\)"):
-        attention(*(q.double(),) * 3, layout, backend="native")
-    with pytest.raises(RuntimeError, match="positions must lie in"):
-        attention(
-            q,
-            q,
-            q,
-            AttentionLayout(layout_of([4], torch.tensor([-1, 0, 1, 2], dtype=torch.int32))),
-            PositionBias(torch.zeros(2, 3)),
-            backend="native",
-        )

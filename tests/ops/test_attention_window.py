@@ -9,8 +9,8 @@ from torch import Tensor
 from maelm_fast.batch import layout_of
 from maelm_fast.errors import UserError
 from maelm_fast.ops import AttentionLayout, PositionBias, attention
+from tests.ops.attention_checks import BACKEND_AND_DTYPE, SKIPPING, check_kernel, gapped, on_device
 from tests.ops.checks import DEVICE, outputs_and_gradients, seed_tensor
-from tests.ops.test_attention import BACKEND_AND_DTYPE, SKIPPING, check_kernel, gapped, on_device
 
 
 @pytest.mark.parametrize("p", [0.0, 0.2])

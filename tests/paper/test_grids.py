@@ -75,7 +75,8 @@ def test_a_file_with_sections(tmp_path: Path) -> None:
         "small: {epochs: [4, 8], batch_size: [8]}\nrte:\n  lr: 5e-5\nsquad_v2: {max_length: [384]}\n"
     )
     grid = grids.get(str(file))
-    assert grid.name == "mine.yaml"
+    about = "yours: lr 0.0001, 0.0003; epochs 2; betas (0.9, 0.99); more for small, rte, squad_v2"
+    assert (grid.name, grid.about) == ("mine.yaml", about)
     sst2, rte, cola = (grid.values(TASKS[name]) for name in ("sst2", "rte", "cola"))
     assert sst2 == {"lr": (1e-4, 3e-4), "epochs": (2,), "betas": ((0.9, 0.99),)}
     assert cola == {**sst2, "epochs": (4, 8), "batch_size": (8,)}

@@ -24,7 +24,7 @@ from maelm_fast.training import checkpoint, files
 from maelm_fast.training.job import pretrain
 from maelm_fast.training.rundir import RunDir, load_run
 from tests.processes import together
-from tests.training.test_run import config, rows
+from tests.training.runs import config, rows
 
 
 def asked(strategy: str = "auto", **runtime: Any) -> RunConfig:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from maelm_fast.training.rundir import RunDir
+from tests.training.runs import rows
 from tests.training.test_parallel import ROOT, assert_alike, by_one, case, written
-from tests.training.test_run import rows
 from tests.waiting import HANG, wait_until
 
 NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

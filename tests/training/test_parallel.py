@@ -42,7 +42,7 @@ from maelm_fast.training.step import check_recordable
 from maelm_fast.training.trainer import Trainer
 from tests.processes import ended, started, together
 from tests.training.cases import main, run, seen
-from tests.training.test_run import SEED, config, rows
+from tests.training.runs import SEED, config, rows
 from tests.waiting import HANG, wait_until
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from maelm_fast.training import verified
 from maelm_fast.training.job import pretrain
 from maelm_fast.training.parallel import Processes
 from maelm_fast.training.verified import verify_data
-from tests.training.test_run import config
+from tests.training.runs import config
 
 SHORT = config(optim={"max_steps": 1, "warmup_steps": 0}, runtime={"eval_samples": 5}, metrics={"rank_every": 0})
 

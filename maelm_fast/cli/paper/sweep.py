@@ -131,15 +131,13 @@ def _sweep(options: Options, own: TaskOptions) -> Sweep:
     )
     for task in chosen:  # before the data is read, which may take long
         grid.cells(task, base)
-    data = [
-        read_task(task, place_of(task.name, options.data), own.train, own.validation, options.limit) for task in chosen
-    ]
+    data = [read_task(task, place_of(task, options.data), own.train, own.validation, options.limit) for task in chosen]
     return make_sweep(grid, models, data, options.seeds, options.budget, base)
 
 
 def _data_options(task: Task, options: Options, own: TaskOptions) -> str:
     """The same for `maelm-fast finetune`."""
-    words = ["--data", place_of(task.name, options.data)]
+    words = ["--data", place_of(task, options.data)]
     for name, value in {**vars(own), "limit": options.limit}.items():
         if value:
             words += [f"--{name.replace('_', '-')}", *(value if isinstance(value, tuple) else [str(value)])]

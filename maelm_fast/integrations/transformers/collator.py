@@ -188,6 +188,6 @@ def _tokens(row: Mapping[str, Any]) -> NDArray[np.generic]:
         f"a row has no 'input_ids', only {', '.join(row) or 'nothing'}: with a Trainer, set "
         "TrainingArguments(remove_unused_columns=False)",
     )
-    ids = np.asarray(row["input_ids"])
+    ids = np.asarray(row["input_ids"], None if len(row["input_ids"]) else np.int64)  # NumPy takes [] for floats
     mask = row.get("attention_mask")
     return ids if mask is None else ids[np.asarray(mask).astype(bool)]

@@ -137,12 +137,19 @@ class MaeLmForPreTraining(PreTrainedModel):
 
         The loss is the mean over the batch's masked tokens, in nats; with num_items_in_batch, their sum over that
         number, so that the batches of an update add up to its mean. dropout_seed: as of MaeLm.forward; by default from
-        PyTorch's generator. Raises UserError if the model has no decoder and the batch's encoder row no [MASK]."""
+        PyTorch's generator. Raises UserError for a row longer than the model's positions, and if the model has no
+        decoder and the batch's encoder row no [MASK]."""
         batch = from_kwargs(labels=labels, **packed)
         require(
             not self.encoder_sees_mask or batch.visible.lengths == batch.decoder.lengths,
             "this model has no decoder, so that its encoder must read [MASK]: make the batches with "
             "PackedMaskingCollator(..., encoder_sees_mask=True)",
+        )
+        most = self.config.max_position_embeddings
+        require(
+            batch.decoder.max_seqlen <= most,
+            f"a row of {batch.decoder.max_seqlen} tokens, where the model has {most} positions: cut the rows, or give "
+            "from_preset max_positions",
         )
         loss, correct = self.maelm(batch, dropout_seed)
         predicted = torch.full_like(correct, batch.counts.masked)
