@@ -99,7 +99,7 @@ def recorded(format_: str, rows: Iterable[Row], out: Path | None, alike: Sequenc
     tables of them."""
     found: list[Row] = []
     for row in rows:
-        if not found:
+        if not found and "load" in row:  # a projection has none
             print(f"{machine(row)}, load {row['load']}, commit {row['commit']}")
         print(told(format_, row), flush=True)
         found.append(row)

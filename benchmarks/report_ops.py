@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.classes import CLASSES
 from benchmarks.goals import (
     ATTENTION_GOAL,
     ATTENTION_STRETCH,
@@ -24,6 +23,7 @@ from benchmarks.goals import (
 )
 from benchmarks.report_step import LABELS
 from benchmarks.rows import FORMATS, GPU, Row, grouped, regularisation
+from benchmarks.shares import CLASSES
 from benchmarks.tables import (
     Table,
     batch,

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.classes import CLASSES
 from benchmarks.report_ops import summaries
 from benchmarks.rows import FORMATS, Case, Results, Row
 from benchmarks.scaling import AXES, MODELS
+from benchmarks.shares import CLASSES
 from benchmarks.tracks import TRACKS
 from maelm_fast.config import require
 from maelm_fast.reporting import COLOURS, GREY, figure_of, grid, look, require_matplotlib, save

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks.classes import CLASSES
 from benchmarks.cost import NOTE, dollars, kilowatt_hours
 from benchmarks.goals import ATTENTIONS, GOALS, over, place
 from benchmarks.rows import COMPILED, PHASES, SETTING, Case, Row, when
+from benchmarks.shares import CLASSES
 from benchmarks.tables import Columns, Table, batch, counted, machine, number, run, spread
 
 LABELS = {

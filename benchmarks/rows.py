@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.classes import CLASSES
+from benchmarks.shares import CLASSES
 from maelm_fast.errors import UserError
 
 PHASES = ("data", "forward", "backward", "optimizer")

@@ -18,9 +18,9 @@ from torch._C._autograd import DeviceType
 pytest.importorskip("transformers")
 
 from benchmarks import contestants, gates, measure, shares, train_step
-from benchmarks.classes import CLASSES
 from benchmarks.contestants import Contestant, Settings
 from benchmarks.measure import Failed
+from benchmarks.shares import CLASSES
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "ffn_size": 128, "vocab_size": 512}
 SETTINGS = Settings(batch=2, seq=64, dropout=0.1, bias=True, shape="tiny", changes=SMALL)

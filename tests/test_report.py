@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from benchmarks import report, report_step, rows
-from benchmarks.classes import CLASSES
 from benchmarks.goals import GOALS
+from benchmarks.shares import CLASSES
 
 H200 = "NVIDIA H200"
 
