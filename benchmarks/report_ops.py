@@ -172,7 +172,7 @@ def projection_table(rows: Sequence[Row]) -> Table:
         columns[f"{kind} ms"] = lambda row, kind=kind: span(row["ms"].get(kind, ()), ".3g")  # type: ignore[misc]
     least, largest = first["products"]
     notes = [
-        f"Counted work over what the device can do, launch by launch; products at {least:g} to {largest:g} of "
+        f"Counted work over what the device can do; products at {least:g} to {largest:g} of "
         f"the peak; {run(rows[-1])}; `python -m benchmarks.projection`."
     ]
     shape = f"{first['precision']}, {batch(first)}, {first['rate']:.0%} masked"

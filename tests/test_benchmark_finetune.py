@@ -48,7 +48,7 @@ def test_rows_and_table(model: Path, data: Path, tmp_path: Path, capsys: pytest.
     found = run(model, data, tmp_path / "rows.jsonl")
     assert [row["contestant"] for row in found] == ["ours", "hf", "hf_grouped"]
     for row in found:
-        rows.check(row, rows.FORMATS["finetune"].checks, "here")
+        rows.check(row, rows.FORMATS["finetune"].row, "here")
         assert row["examples"] == 24
         assert row["gate"] < 1e-5
         assert len(row["results"]) == 2

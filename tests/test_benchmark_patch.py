@@ -29,7 +29,7 @@ def test_rows_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         (mix, name) for mix in ("paragraphs", "documents") for name in ("patched", "attention", "sdpa")
     ]
     for row in found:
-        rows.check(row, rows.FORMATS["patch"].checks, "here")
+        rows.check(row, rows.FORMATS["patch"].row, "here")
         assert 0 < row["padding"] < 1
         assert row["gate"]["patched"] == pytest.approx(row["gate"]["sdpa"], rel=1e-5)
     (table,) = report_ops.tables("patch", found)

@@ -59,7 +59,7 @@ def test_points_are_measured_written_and_drawn(monkeypatch: pytest.MonkeyPatch, 
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == 8
     for row in rows:
-        check(row, FORMATS["scaling"].checks, "here")
+        check(row, FORMATS["scaling"].row, "here")
     skipped = [row for row in rows if row["skipped"]]
     assert [(row["axis"], row["x"], row["model"], row["skipped"]) for row in skipped] == [
         ("batch", 2, "base", "no room")
