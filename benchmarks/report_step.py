@@ -19,10 +19,9 @@ LABELS = {
     "hf": "Hugging Face `RobertaForMaskedLM`",
     "hf_eager": "Hugging Face `RobertaForMaskedLM`, eager attention",
     "hf_flash": "Hugging Face `RobertaForMaskedLM`, flash attention",
-    "modernbert": "Hugging Face `ModernBertForMaskedLM`",
     "padded": "MAE-LM padded, bias written out",
 }
-PEERS = ("hf", "hf_eager", "hf_flash", "modernbert", "padded")
+PEERS = ("hf", "hf_eager", "hf_flash", "padded")
 OVER = ("hf", "hf_compiled", "padded", "roberta_base")  # whom the tables compare with
 MORE = "Equal losses on equal weights come first; all settings: [benchmarks/](benchmarks/README.md)."
 NO_GPU = "No row was measured on a GPU."

@@ -1,7 +1,7 @@
 """Full training steps, side by side: forward, backward, clip, fused AdamW, on the same token ids, in one process.
 
     python -m benchmarks.train_step --list
-    python -m benchmarks.train_step --models base --peers hf,hf_compiled,modernbert,padded --rates 0.15,0.3,0.4 --out F
+    python -m benchmarks.train_step --models base --peers hf,hf_compiled,padded --rates 0.15,0.3,0.4 --out F
 
 A case is one mask rate, one dropout, with or without relative bias, full sequences or documents. The contestants enter
 it one by one, in the order in which they are named:

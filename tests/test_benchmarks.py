@@ -102,14 +102,14 @@ def test_what_cannot_run_is_a_row_with_the_reason_and_stops_no_other(monkeypatch
     def too_large(settings: Settings) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 TiB")
 
-    monkeypatch.setattr(contestants, "modernbert", missing)
+    monkeypatch.setattr(contestants, "hugging_face_roberta", missing)
     monkeypatch.setattr(gates, "_padded", too_large)
     monkeypatch.setattr(gates, "copy_weights", lambda ours, theirs: None)
-    rows = rows_of(["modernbert", "hf", "padded", "tiny"])
+    rows = rows_of(["hf_compiled", "hf", "padded", "tiny"])
     reasons = {row["model"]: row["skipped"] for row in rows}
     assert reasons.pop("hf").startswith("gate: hf, our weights and ours, as hf disagree")
     assert reasons == {
-        "modernbert": "ImportError: No module named 'transformers'",
+        "hf_compiled": "ImportError: No module named 'transformers'",
         "padded": "out of memory: CUDA out of memory.",
         "tiny": None,
     }
@@ -238,13 +238,13 @@ def test_list_names_every_case_and_contestant_and_runs_nothing(
     monkeypatch.setattr(train_step, "Contestant", None)
     arguments = ["--device", "cuda", "--list", "--rates", "0.15,0.4", "--dropouts", "0,0.1", "--biases", "off,on"]
     arguments += ["--lengths", "full,documents", "--models", "base,base_compiled,roberta_base", "--batch", "4"]
-    assert train_step.main([*arguments, "--peers", "hf,hf_compiled,modernbert,padded"]) == 0
+    assert train_step.main([*arguments, "--peers", "hf,hf_compiled,padded"]) == 0
     listed = capsys.readouterr().out
     for rate in ("15%", "40%"):
         for setting in ("dropout 0, no bias", "dropout 0, bias", "dropout 0.1, no bias", "dropout 0.1, bias"):
             assert f"{rate} masked, {setting}, full: 4 x 512 to 512, 2048 tokens" in listed
             assert f"{rate} masked, {setting}, documents: 4 x " in listed
-    for name in ("base", "base_compiled", "roberta_base", "hf", "hf_compiled", "modernbert", "padded"):
+    for name in ("base", "base_compiled", "roberta_base", "hf", "hf_compiled", "padded"):
         assert listed.count(f"\n  {name} ") == 16
     assert "  base                   2048 tokens, 308 masked, 1.3348 TFLOP a step, 651.7 MFLOP a token" in listed
 

@@ -98,7 +98,7 @@ def printed(root: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> 
 
 def test_newest_case_of_a_setting_counts_whole(root: Path) -> None:
     put(root, contestants(SPEEDS, minute=5))
-    put(root, contestants({"base": 1.0, "modernbert": 1.0}, minute=1))  # older, though later in the file
+    put(root, contestants({"base": 1.0, "hf_flash": 1.0}, minute=1))  # older, though later in the file
     put(root, contestants(PLAIN, minute=2, dropout=0.0, bias="none"))
     put(root, contestants(SPEEDS, minute=2, device=H200, precision="bf16"), "train_step_cuda.jsonl")
     cases = rows.read(root).cases
@@ -151,19 +151,19 @@ def test_case_tables_show_what_was_measured_and_what_was_not(root: Path, capsys:
         kernels=dict.fromkeys(CLASSES, 1 / 8),
         cpu_ratios=None,
     )
-    put(root, [*found, skipped("modernbert", "no network"), skipped("hf_compiled", "no compiler")])
+    put(root, [*found, skipped("hf_flash", "no network"), skipped("hf_compiled", "no compiler")])
     out = printed(root, capsys)
     assert "AMD EPYC, fp32, 4 x 512 tokens, 15% masked, dropout 0.1, T5 bias" in out
     line = next(line for line in out.splitlines() if line.startswith("`base` (MAE-LM) "))
     for text in ("190 [184, 198]", "1.90 [1.84, 1.98]", "0.86 [0.84, 0.90]", "41.2%", "3,899", "812"):
         assert text in line
     assert "Hugging Face `RobertaForMaskedLM`, no relative bias" in out
-    assert "Not run: modernbert, no network." in out
+    assert "Not run: hf_flash, no network." in out
     assert "Not run: hf_compiled, no compiler." in out
     assert "over padded" not in out  # nobody was compared with it
     line = next(line for line in out.splitlines() if "3,250.0" in line)
     assert line.split()[-10:] == ["3,250.0", "6,500.0", *["12%"] * 8]
-    command = "--device cpu --models base,base_cross,roberta_base --peers hf,modernbert,hf_compiled --rates 0.15"
+    command = "--device cpu --models base,base_cross,roberta_base --peers hf,hf_flash,hf_compiled --rates 0.15"
     assert f"`python -m benchmarks.train_step {command} --dropouts 0.1 --biases on --lengths full --batch 4" in out
 
 
