@@ -54,14 +54,14 @@ def pick(op: str, asked: str | None, device: torch.device, able: Mapping[str, Re
     that returns the reasons it cannot serve this call. Raises UserError with the reasons when the named one cannot."""
     name: str = getattr(_default, op) if asked is None else asked
     if name == "auto":
-        only_named = ("triton", "flex") if device.type != "cuda" else ()  # interpreted, and eager: both very slow
-        candidates = [b for b in able if b not in only_named]
-        name = next(b for b in candidates if not able[b]())
-        if not torch.compiler.is_compiling():
-            picked[op, device.type] = name
-            if (op, name, device.type) not in _logged:
-                _logged.add((op, name, device.type))
-                log.info("%s on %s: %s", op, device.type, name)
+        kind = device.type
+        only_named = ("triton", "flex") if kind != "cuda" else ()  # interpreted, and eager: both very slow
+        name = next(b for b, reasons in able.items() if b not in only_named and not reasons())
+        if not torch.compiler.is_compiling() and picked.get((op, kind)) != name:
+            picked[op, kind] = name
+            if (op, name, kind) not in _logged:
+                _logged.add((op, name, kind))
+                log.info("%s on %s: %s", op, kind, name)
         return name
     if name not in able:
         raise UserError(f"{op}: no backend '{name}'; there are: auto, {', '.join(able)}")

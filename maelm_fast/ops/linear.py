@@ -48,14 +48,14 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 def native_reasons(op: str, x: Tensor, weight: Tensor, *others: Tensor | None) -> list[str]:
     """Why the compiled extension cannot multiply x by these matrices and add these vectors."""
+    if (dtype := compute_dtype(x)) == torch.float32:  # first: an fp32 run asks this at every layer
+        return ["products in float32 (it computes in bf16)"]
     parameters = [t for t in (weight, *others) if t is not None]
     if reasons := dispatch.native_reasons(op, x, *parameters):
         return reasons
     if not _FAST:
         return ["this CPU lacks AVX-512 BF16, or has AMX, with which PyTorch is faster"]
     found = []
-    if (dtype := compute_dtype(x)) == torch.float32:  # at every call of an fp32 run: the shortest way
-        return ["products in float32 (it computes in bf16)"]
     dtypes = {dtype, *(t.dtype for t in parameters if t.dtype != torch.float32)}
     if dtypes != {torch.bfloat16}:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

@@ -2,6 +2,9 @@
 code, whose schema is in csrc/ops/library.cpp; describe() adds to either what torch.library asks of Python: the fake
 and, to a forward op, its gradient. A Triton op and the compiled one with the same arguments share them.
 
+torch.library.custom_op and register_autograd would do the same, but take 20 to 40 us of Python a call (2.13): they read
+the schema anew to fill in defaults, which these ops have not.
+
 The compiled ops are loaded when this is imported: torch.compile could not trace it later.
 """
 
@@ -17,11 +20,21 @@ from maelm_fast import native
 
 _WHY_NOT = {device: native.why_not(device) for device in ("cpu", "cuda")}
 _compiled: set[tuple[str, str]] = set()  # (op, device)
+_library = torch.library.Library("maelm_fast", "FRAGMENT")
 
 
-def custom_op(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Decorates the function that maelm_fast::{name} calls; its annotations are the schema. It changes no argument."""
-    return torch.library.custom_op(f"maelm_fast::{name}", mutates_args=())
+def custom_op(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a function the op maelm_fast::{name}; its annotations are the schema. It must change no argument and return
+    new tensors."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        schema = torch.library.infer_schema(function, mutates_args=(), op_name=name)
+        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(name, function, "CompositeExplicitAutograd")
+        op: Callable[..., Any] = getattr(torch.ops.maelm_fast, name)
+        return op
+
+    return register
 
 
 def describe(
@@ -41,19 +54,38 @@ def describe(
             return
         _compiled.update((op, device) for device in devices)
     torch.library.register_fake(f"maelm_fast::{name}", fake)
-    if setup_context is None or backward is None:
-        return
+    if setup_context is not None and backward is not None:
+        _library.impl(name, _gradient(name, setup_context, backward), "Autograd")
 
-    def set_up(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.set_materialize_grads(False)  # else autograd would make zeros for what nobody reads
-        setup_context(ctx, inputs, output)
 
-    def differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-        asked = any(grad is not None for grad in upstream)
-        gradients = backward(ctx, *upstream) if asked else ()
-        return (*gradients, *[None] * (len(ctx.needs_input_grad) - len(gradients)))
+def _gradient(name: str, setup_context: Callable[..., None], backward: Callable[..., tuple[Any, ...]]) -> Any:
+    """What the op is to autograd: a function that runs it below autograd, and its gradient."""
+    run = getattr(torch.ops.maelm_fast, name).default
 
-    torch.library.register_autograd(f"maelm_fast::{name}", differentiate, setup_context=set_up)
+    class Gradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                output = run(*inputs)
+            ctx.set_materialize_grads(False)  # else autograd would make zeros for what nobody reads
+            setup_context(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+            asked = any(grad is not None for grad in upstream)
+            gradients = backward(ctx, *upstream) if asked else ()
+            return (*gradients, *[None] * (len(ctx.needs_input_grad) - len(gradients)))
+
+    Gradient.__name__ = Gradient.__qualname__ = f"{name}_gradient"
+
+    def differentiable(*inputs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return Gradient.apply(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return run(*inputs)
+
+    return differentiable
 
 
 def native_reason(op: str, device: str) -> str:

@@ -34,15 +34,15 @@ class _Unstack(torch.autograd.Function):
 
 def stack_of(*tensors: Tensor) -> Tensor | None:
     """torch.stack(tensors, 1) without a copy, if they lie so in memory: each (T, H, D), from one (T, n, H, D)."""
-    first, size = tensors[0], tensors[0][:1].numel()
-    strides = (len(tensors) * size, first.shape[-1], 1)
+    first = tensors[0]
+    rows, heads, width = shape = first.shape
+    size, dtype, start, storage = heads * width, first.dtype, first.storage_offset(), first.untyped_storage()._cdata
+    strides = (len(tensors) * size, width, 1)
     for i, tensor in enumerate(tensors):
-        same = tensor.shape == first.shape and tensor.dtype == first.dtype and tensor.stride() == strides
-        beside = same and tensor.storage_offset() == first.storage_offset() + i * size
-        if not beside or tensor.untyped_storage()._cdata != first.untyped_storage()._cdata:
+        same = tensor.shape == shape and tensor.dtype == dtype and tensor.stride() == strides
+        if not same or tensor.storage_offset() != start + i * size or tensor.untyped_storage()._cdata != storage:
             return None
-    shape = (first.shape[0], len(tensors), *first.shape[1:])
-    return first.as_strided(shape, (strides[0], size, *strides[1:]))
+    return first.as_strided((rows, len(tensors), heads, width), (strides[0], size, width, 1))
 
 
 def stacked_of(q: Tensor, k: Tensor, v: Tensor) -> int:
