@@ -3,7 +3,7 @@
     python -m benchmarks.report                                # tables
     python -m benchmarks.report --write                        # the tables in the READMEs
     python -m benchmarks.report --check                        # exit code 1 if --write would change them
-    python -m benchmarks.report --plot scaling docs/scaling-cpu.png
+    python -m benchmarks.report --plot speedrun docs/speedrun.png
 
 In the READMEs only what stands between the lines
 `<!-- results:NAME -->` and `<!-- /results -->` is replaced, and left alone as long as there is no row for it: every

@@ -40,7 +40,6 @@ FORMATS = {  # a file is called FORMAT.jsonl or FORMAT_*.jsonl; what train_step'
     "loader": Format("device", "store mode store_bytes masks micro_batch workers"),
     "pretraining": Format("device precision", "model batch seq workers"),
     "ceilings": Format("device precision batch seq", "ceiling model"),
-    "scaling": Format("device", "axis x model"),
     "finetune": Format("device task hidden_size layers batch examples precision dropout", ""),
     "speedrun": Format("track device precision data", "entry seed"),
     "patch": Format("device precision layers hidden_size vocab dropout", "mix batch"),

@@ -415,8 +415,8 @@ def test_a_readme_without_its_markers(root: Path, capsys: pytest.CaptureFixture[
 
 def test_a_picture_of_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, said in (
-        ("scaling", "no row of scaling"),
-        ("steps", "there are pictures of scaling, speedrun, not steps"),
+        ("speedrun", "no row of speedrun"),
+        ("steps", "there are pictures of speedrun, not steps"),
     ):
         assert report.main(["--root", str(root), "--plot", name, "picture.png"]) == 2
         assert said in capsys.readouterr().err
