@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from maelm_fast.ops.attention_backends.triton import SUMMED_DIM
+
 ARCHITECTURES = (80, 90)
 WIDTHS = (128, 512, 768, 1024)
 """The presets' hidden sizes."""
@@ -129,7 +131,7 @@ def attention(kernels: Any) -> Calls:
             out, lse = kernels.attention_fwd(q, k, v, line, reach, packed, *numbers)
             gradients = empty(ROWS, 3, HEADS, dim, dtype=dtype).unbind(1)
             inputs = (out, None, q, k, v, out, lse, line, reach, kind == " bias", packed)
-            kernels.attention_bwd(*inputs, *numbers, gradients=gradients)
+            kernels.attention_bwd(*inputs, *numbers, gradients=gradients, summed=dim <= SUMMED_DIM)
 
 
 OPS: dict[str, Callable[[Any], Calls]] = {

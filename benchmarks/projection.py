@@ -218,12 +218,10 @@ class Step:
         d, f, a, m, n = self.config.hidden_size, self.config.ffn_size, self.a, sum(layer.queries), sum(layer.keys)
         yield Work("norm", 2 * (8 + layer.dropout) * m * d * a)  # of each add_norm 3 passes forward, 5 backward
         yield Work("gelu", 6 * m * f * a)
-        other = m * d + sum(rows * len(names) * d for rows, names in layer.products)  # gradients of biases
-        if layer.chosen:
-            other += 5 * m * d + n * d
         ours, split = layer.dropout or layer.bias, layer.queries is not layer.keys
-        if not ours:  # gradients of queries, keys and values put side by side, as our kernels write them
-            other += (4 if split else 6) * n * d
+        other = 5 * m * d + n * d if layer.chosen else 0
+        if not ours:  # gradients of queries, keys and values put side by side and summed, as our kernels do it
+            other += (4 if split else 6) * n * d + sum(rows * len(names) * d for rows, names in layer.products)
         weights = 4 * d * d + 2 * d * f
         casts = 2 * weights * (SINGLE + a) if a != SINGLE else 0
         # split: of the slices of one weight each one's gradient is put into zeros, then added

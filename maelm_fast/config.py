@@ -278,8 +278,9 @@ class BackendConfig:
     FlexAttention, without dropout. native: C++ for the CPU. grouped: sequences of like length together, in
     PyTorch, for the CPU."""
     add_norm: Literal["auto", "triton", "native", "reference"] = "auto"
-    linear: Literal["auto", "native", "reference"] = "auto"
-    """native, also in feed_forward and masked_cross_entropy: bf16 on a CPU with AVX-512 BF16."""
+    linear: Literal["auto", "triton", "native", "reference"] = "auto"
+    """triton: PyTorch's, with the bias's gradient from the kernel before it. native, also in feed_forward and
+    masked_cross_entropy: bf16 on a CPU with AVX-512 BF16."""
     feed_forward: Literal["auto", "triton", "native", "reference"] = "auto"
     scatter_to_decoder: Literal["auto", "native", "reference"] = "auto"
     masked_cross_entropy: Literal["auto", "triton", "native", "chunked", "reference"] = "auto"

@@ -122,7 +122,8 @@ def require_matplotlib() -> None:
 
 
 def figure_of(width: float, height: float) -> Any:
-    """Inches."""
+    """Inches. Raises UserError without matplotlib."""
+    require_matplotlib()
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")

@@ -195,7 +195,7 @@ def test_one_op_one_name_five_places() -> None:
     assert kernels <= set(names)
 
 
-KERNEL_PLUMBING = {"common", "attention_parts", "attention_tiles"}
+KERNEL_PLUMBING = {"common", "attention_backward", "attention_parts", "attention_tiles"}
 PLUMBING = {"__init__", "attention_inputs", "dispatch", "layouts", "registration", "row_sums", "stacked"}
 
 

@@ -272,8 +272,9 @@ MAELM_INLINE void fetch(const Target& to, int64_t row, int64_t column) {
   }
 }
 
-// A tile of eight rows and 48 columns, of which `rows` and `columns` are there. left: its first word.
-template <Finish kFinish, bool kPanels>
+// A tile of eight rows and of 16 columns for each of kOfTile vectors, of which `rows` and `columns` are there. left: its
+// first word.
+template <Finish kFinish, bool kPanels, int kOfTile>
 void tile(const uint32_t* left, int64_t stride, const uint32_t* panel, int64_t words, const Target& to, int64_t row,
           int64_t column, int64_t rows, int64_t columns) {
   if constexpr (kFinish == Finish::kWideTransposed) {
@@ -283,27 +284,27 @@ void tile(const uint32_t* left, int64_t stride, const uint32_t* panel, int64_t w
   } else {
     for (int64_t i = 0; i < rows; ++i) fetch<kFinish>(to, row + i, column);
   }
-  __m512 sum[kRows][kVectors];
+  __m512 sum[kRows][kOfTile];
   for (auto& of_row : sum) {
     for (auto& s : of_row) s = _mm512_setzero_ps();
   }
   for (int64_t word = 0; word < words; ++word, panel += kColumns) {
     __builtin_prefetch(kPanels ? left + (word + kAhead) * kRows : left + (kRows + word % kRows) * stride + word);
-    __m512bh right[kVectors];
-    for (int j = 0; j < kVectors; ++j) right[j] = pairs_of(_mm512_load_si512(panel + 16 * j));
+    __m512bh right[kOfTile];
+    for (int j = 0; j < kOfTile; ++j) right[j] = pairs_of(_mm512_load_si512(panel + 16 * j));
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
       const uint32_t* at = kPanels ? left + word * kRows + i : left + i * stride + word;
       const __m512bh pair = pairs_of(_mm512_set1_epi32(read<int32_t>(at)));
 #pragma GCC unroll 3
-      for (int j = 0; j < kVectors; ++j) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], pair, right[j]);
+      for (int j = 0; j < kOfTile; ++j) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], pair, right[j]);
     }
   }
   alignas(64) float sums[kRows][kColumns];  // in memory, since finish() needs registers of its own
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 3
-    for (int j = 0; j < kVectors; ++j) _mm512_store_ps(sums[i] + 16 * j, sum[i][j]);
+    for (int j = 0; j < kOfTile; ++j) _mm512_store_ps(sums[i] + 16 * j, sum[i][j]);
   }
   if constexpr (kFinish == Finish::kWideTransposed) {
     finish_transposed(to, row, column, rows, columns, sums[0]);
@@ -328,20 +329,28 @@ namespace {
 using Tile = void (*)(const uint32_t*, int64_t, const uint32_t*, int64_t, const Target&, int64_t, int64_t, int64_t,
                       int64_t);
 
-template <bool kPanels>
+template <bool kPanels, int kOfTile>
 Tile tile_of(Finish finish) {
   switch (finish) {
     case Finish::kPlain:
-      return tile<Finish::kPlain, kPanels>;
+      return tile<Finish::kPlain, kPanels, kOfTile>;
     case Finish::kGelu:
-      return tile<Finish::kGelu, kPanels>;
+      return tile<Finish::kGelu, kPanels, kOfTile>;
     case Finish::kGeluBackward:
-      return tile<Finish::kGeluBackward, kPanels>;
+      return tile<Finish::kGeluBackward, kPanels, kOfTile>;
     case Finish::kWideTransposed:
-      return tile<Finish::kWideTransposed, kPanels>;
+      return tile<Finish::kWideTransposed, kPanels, kOfTile>;
     default:
-      return tile<Finish::kWide, kPanels>;
+      return tile<Finish::kWide, kPanels, kOfTile>;
   }
+}
+
+// For the columns of a panel that are there: what a tile computes beyond them is lost.
+template <bool kPanels>
+Tile tile_of(Finish finish, int64_t columns) {
+  return columns > 32   ? tile_of<kPanels, 3>(finish)
+         : columns > 16 ? tile_of<kPanels, 2>(finish)
+                        : tile_of<kPanels, 1>(finish);
 }
 
 void pack(uint32_t* panels, const Matrix& right, bool transposed, int64_t column, int64_t depth, int64_t columns,
@@ -374,7 +383,9 @@ void multiply(const Left& left, const Matrix& right, bool transposed, const Targ
   if (threads > 1) size = std::clamp<int64_t>(panels / (4 * threads), 1, size);
   const int64_t groups = ceil_div(panels, size), strips = ceil_div(rows, kRows);
   const int64_t parts = std::clamp<int64_t>(ceil_div(threads, groups), 1, strips);
-  const Tile run = left.panels ? tile_of<true>(to.finish) : tile_of<false>(to.finish);
+  const int64_t rest = columns - (panels - 1) * kColumns;  // of the last panel
+  const auto choose = left.panels ? tile_of<true> : tile_of<false>;
+  const Tile whole = choose(to.finish, kColumns), short_one = choose(to.finish, rest);
   torch::stable::parallel_for(0, groups * parts, 1, [&](int64_t begin, int64_t end) {
     uint32_t* packed = scratch(size * panel_words + kRows * words);
     auto* few = reinterpret_cast<char*>(packed + size * panel_words);  // the last rows, where eight would be too many
@@ -395,6 +406,7 @@ void multiply(const Left& left, const Matrix& right, bool transposed, const Targ
         }
         for (int64_t panel = first; panel < last; ++panel) {
           const int64_t column = panel * kColumns;
+          const Tile run = panel + 1 < panels ? whole : short_one;
           run(reinterpret_cast<const uint32_t*>(from), stride, packed + (panel - first) * panel_words, words, to, row,
               column, count, std::min<int64_t>(kColumns, columns - column));
         }

@@ -44,6 +44,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(maelm_fast, library) {
       "linear_native_bwd(Tensor grad_out, Tensor x, Tensor weight, bool x_gradient, bool weight_gradient) -> "
       "(Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
   library.def(
+      "loss_rows_native_fwd(Tensor logits, Tensor labels, int vocab_size, float z_loss) -> (Tensor losses, Tensor hits, "
+      "Tensor lse)");
+  library.def(
+      "loss_rows_native_bwd(Tensor grad, Tensor logits, Tensor labels, Tensor lse, int vocab_size, float z_loss) -> "
+      "Tensor");
+  library.def(
       "feed_forward_native_fwd(Tensor x, Tensor weight_in, Tensor bias_in, Tensor weight_out, Tensor bias_out) -> "
       "(Tensor out, Tensor h)");
   library.def(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from maelm_fast.config import from_dict
+from maelm_fast.data.files import read_yaml
 from maelm_fast.errors import UserError, did_you_mean, unknown
 
 Settings = Mapping[str, Mapping[str, Any]]
@@ -63,9 +63,9 @@ def parse(
         print(parser.format_help().rstrip())
         raise SystemExit(0)
     argv = [_hyphens(word) for word in argv]
+    for file in _config_files(argv) if config_files else ():
+        read_yaml(Path(file).expanduser())
     try:
-        for file in _config_files(argv) if config_files else ():
-            _check_keys(file)
         values = parser.parse_args(argv).as_dict()
     except (argparse.ArgumentError, TypeError, ValueError, OSError) as error:
         raise _user_error(error, argv, fields, parser.prog) from None
@@ -300,18 +300,3 @@ def _present(hint: Any) -> Any:
 def _config_files(argv: Sequence[str]) -> list[str]:
     named = [value for word, value in itertools.pairwise(argv) if word == "--config"]
     return named + [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
-
-
-def _check_keys(file: str) -> None:
-    """UserError for a key that stands twice in a mapping: YAML would silently take the last."""
-    import yaml
-
-    def check(node: Any) -> None:
-        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            names = [other.value for other, _ in node.value]
-            if names.count(key.value) > 1:
-                raise UserError(f"{file}: line {key.start_mark.line + 1}: '{key.value}' stands twice: remove one")
-            check(value)
-
-    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # which jsonargparse reports
-        check(yaml.compose(Path(file).expanduser().read_text(encoding="utf-8"), Loader=yaml.SafeLoader))

@@ -8,7 +8,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from maelm_fast.errors import UserError
 
@@ -37,6 +37,28 @@ def writing(place: Path, remedy: str) -> Iterator[None]:
         free = "free some space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         reason = f"{error.filename or place}: {error.strerror or error}"
         raise UserError(f"cannot write {reason}: {free}{remedy}") from None
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file that a person wrote holds. UserError if it cannot be read, or if a key stands twice in a
+    mapping, of which YAML would silently take the last."""
+    import yaml
+
+    def check(node: Any) -> None:
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            names = [other.value for other, _ in node.value]
+            if names.count(key.value) > 1:
+                raise UserError(f"{path}: line {key.start_mark.line + 1}: '{key.value}' stands twice: remove one")
+            check(value)
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        check(yaml.compose(text, Loader=yaml.SafeLoader))
+        return yaml.safe_load(text)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from None
 
 
 def sync(path: Path) -> None:

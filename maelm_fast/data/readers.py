@@ -7,6 +7,7 @@ which notices a truncated file; the zstandard package takes it for a complete on
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import glob
 import gzip
@@ -151,9 +152,18 @@ def _text_documents(path: str) -> Iterator[Document]:
 
 
 def _row_documents(path: str, suffix: str, text_field: str) -> Iterator[Document]:
-    rows = {".jsonl": _jsonl_rows, ".json": _json_rows, ".csv": _csv_rows}[suffix](path)
-    for where, row in rows:
+    for where, row in read_rows(path, suffix):
         yield from _row_document(row, text_field, f"{path}: {where}")
+
+
+def read_rows(path: str, suffix: str) -> Iterator[tuple[str, Any]]:
+    """(where it stands in the file, in words, the row) of a .jsonl, .json, .csv or .tsv file, compressed or not; of the
+    last two every row is a dict of strings. UserError at the first fault.
+
+    A tsv file is split at tabs and nothing else, as GLUE's are: a quotation mark is text."""
+    if suffix == ".json":
+        return _json_rows(path)
+    return _jsonl_rows(path) if suffix == ".jsonl" else _delimited_rows(path, tabs=suffix == ".tsv")
 
 
 def _jsonl_rows(path: str) -> Iterator[tuple[str, Any]]:
@@ -166,26 +176,44 @@ def _jsonl_rows(path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _json_rows(path: str) -> Iterator[tuple[str, Any]]:
-    """Of a file that is one array of objects, which is read whole; or of one that is .jsonl by another name."""
-    if not next((text for _, text in _read_lines(path) if text.strip()), "").lstrip().startswith("["):
-        yield from _jsonl_rows(path)
-        return
+    """Of a file that is one list of objects, or an object with that list as its "data", which is read whole; or of one
+    that is .jsonl by another name, whose first line is an object."""
+    first = next((text for _, text in _read_lines(path) if text.strip()), "")
+    with contextlib.suppress(ValueError, RecursionError):
+        content = json.loads(first)
+        if isinstance(content, dict) and not isinstance(content.get("data"), list):
+            yield from _jsonl_rows(path)
+            return
     try:
-        rows = json.loads("".join(text for _, text in _read_lines(path)))
+        content = json.loads("".join(text for _, text in _read_lines(path)))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {_first_line(error)}") from None
+        raise UserError(f"{path} is not JSON: {first_line(error)}") from None
+    rows = content.get("data", [content]) if isinstance(content, dict) else content
+    require(isinstance(rows, list), f"{path} is neither a list of objects nor one object per line: rewrite it")
     yield from ((f"object {number}", row) for number, row in enumerate(rows, 1))
 
 
-def _csv_rows(path: str) -> Iterator[tuple[str, Any]]:
-    """The first line names the columns."""
+def _delimited_rows(path: str, tabs: bool) -> Iterator[tuple[str, Any]]:
+    """The first line names the columns. A row is known by the line it starts at."""
     csv.field_size_limit(MAX_LINE_BYTES)
-    reader = csv.DictReader((text for _, text in _read_lines(path)), strict=True)
+    lines = (text for _, text in _read_lines(path))
+    reader: Any = csv.reader(lines, strict=True)
+    rows = (text.rstrip("\n").removesuffix("\r").split("\t") for text in lines) if tabs else reader
+    header, line = None, 1
     try:
-        for row in reader:
-            yield f"line {reader.line_num}", row
+        for row in rows:
+            where, line = f"line {line}", line + 1 if tabs else reader.line_num + 1
+            if header is None:
+                header = [name.strip() for name in row]
+                for name, times in Counter(header).items():
+                    require(times == 1 or not name, f"{path}: {where} names column '{name}' twice: rename one")
+            elif row not in ([], [""]):  # an empty line
+                told = f"{path}: {where} has {len(row)} fields and the first line {len(header)}"
+                require(len(row) == len(header), f"{told}: mend or remove the line")
+                yield where, dict(zip(header, row, strict=True))
     except csv.Error as error:
-        raise UserError(f"{path}: line {reader.line_num} is not CSV: {error}") from None
+        remedy = "close its quotation marks, or give the file as .jsonl"
+        raise UserError(f"{path}: line {line} is damaged ({error}): {remedy}") from None
 
 
 def _parquet_documents(path: str, text_field: str) -> Iterator[Document]:
@@ -204,7 +232,7 @@ def _parquet_documents(path: str, text_field: str) -> Iterator[Document]:
     except UnicodeDecodeError:
         raise UserError(f"{path}: the text after row {next(rows) - 1} is not UTF-8: rewrite the file") from None
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read as parquet: {_first_line(error)}") from None
+        raise UserError(f"{path} cannot be read as parquet: {first_line(error)}") from None
 
 
 def _dataset_documents(source: str, text_field: str) -> Iterator[Document]:
@@ -218,7 +246,7 @@ def _dataset_documents(source: str, text_field: str) -> Iterator[Document]:
     except UserError:
         raise
     except Exception as error:  # datasets raises whatever its network, file system and parsers raise
-        raise UserError(f"{source} cannot be read: {_first_line(error)}") from None
+        raise UserError(f"{source} cannot be read: {first_line(error)}") from None
 
 
 def _row_document(row: Any, text_field: str, where: str) -> Iterator[Document]:
@@ -257,11 +285,11 @@ def _read_lines(path: str) -> Iterator[tuple[int, str]]:
                 yield number, text.removeprefix("\ufeff") if number == 1 else text
                 offset += len(line)
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-        raise UserError(f"{path} cannot be read to its end: {_first_line(error)}") from None
+        raise UserError(f"{path} cannot be read to its end: {first_line(error)}") from None
 
 
 def _open_binary(path: str) -> BinaryIO | lzma.LZMAFile | gzip.GzipFile | io.BufferedReader:
-    _, compression = _format_of(path)
+    compression = Path(path).suffix
     if compression == ".xz":
         return lzma.open(path)
     if compression == ".gz":
@@ -273,5 +301,6 @@ def _open_binary(path: str) -> BinaryIO | lzma.LZMAFile | gzip.GzipFile | io.Buf
     return open(path, "rb")
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def first_line(error: BaseException) -> str:
+    """What it says, for a message of one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")

@@ -15,9 +15,7 @@ and config.vocab_size are taken to mean there; a padding row would be a token th
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from maelm_fast.data.tokenizer import PAD, special_ids, special_names, with_mask
 from maelm_fast.errors import UserError
 from maelm_fast.export.card import About, card
 from maelm_fast.export.compare import Differences, compare_model, compare_tokenizer
+from maelm_fast.export.library import quiet, require_transformers
 from maelm_fast.export.mapping import own_encoder_state, own_fields, own_holds_all, own_state, stock_fields, stock_state
 from maelm_fast.training.files import write_directory, write_json
 from maelm_fast.training.rundir import LoadedRun
@@ -97,7 +96,7 @@ def export(run: LoadedRun, out: Path, format: str = "auto", about: About = About
 
     `out` is complete, and its model read back equals ours, or it is not there. Raises UserError if the format cannot
     hold the model, if what was written differs, if transformers is missing, or if `out` cannot be written."""
-    transformers = _require_transformers()
+    transformers = require_transformers()
     chosen = fitting_format(run.config.model, special_ids(run.tokenizer)["pad"], format)
     tokens, rows = run.tokenizer.get_vocab_size(), run.config.model.vocab_size
     require(tokens == rows, f"the tokenizer has {tokens} tokens but the model {rows}: it is not this run's tokenizer")
@@ -113,36 +112,13 @@ def export(run: LoadedRun, out: Path, format: str = "auto", about: About = About
         differences = compare_model(transformers, run.model, aside, remote_code=chosen == "own")
 
     try:
-        with _quiet(transformers):
+        with quiet():
             write_directory(out, fill)
     except OSError as error:
         raise UserError(f"{error.filename or out}: {error.strerror or error}; nothing was exported") from None
     assert differences is not None
     files = tuple(sorted(file.name for file in out.iterdir()))
     return ExportReport(out, chosen, architecture, run.step, files, differences)
-
-
-def _require_transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise UserError("export needs transformers: pip install transformers") from None
-    return transformers
-
-
-@contextlib.contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """Without transformers' progress bars and its report of weights that a class without pooler lacks."""
-    logging = transformers.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _write_model(transformers: Any, run: LoadedRun, out: Path, format: str) -> str:

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -222,34 +221,18 @@ def _examples(
 
 
 def _ids(task: Task, split: str, tables: list[Table], notes: list[str]) -> list[str]:
-    """Names of the rows: the id (idx) column, or numbers from 0; with the file's where several were put together, but
-    for ids of questions, which are their own."""
-    ids: list[str] = []
-    files = [Path(table.source).name for table in tables]
-    if len(set(files)) < len(files):
-        files = [table.source for table in tables]
-    for table, file in zip(tables, files, strict=True):
-        column = next((name for name in ("id", "idx") if name in table.columns), None)
-        names = [str(value) for value in table.columns[column] if value not in (None, "")] if column else []
-        own = len(set(names)) == len(table)
-        if not own and column:
-            repeated, count = Counter(names).most_common(1)[0] if names else ("", 0)
-            require(
-                count < 2 or not task.official,
-                f"{table.source}: {count} rows have the {column} '{repeated}': each needs its own",
-            )
-            notes.append(
-                f"{split}: column '{column}' of {table.source} {'repeats' if count > 1 else 'lacks'} values, "
-                f"so rows go by their numbers from 0"
-            )
-        if not own:
-            names = [str(i) for i in range(len(table))]
-        single = len(tables) == 1 or (own and task.kind == "spans")
-        ids += names if single else [f"{file}:{name}" for name in names]
-    if len(set(ids)) < len(ids):
-        repeated = Counter(ids).most_common(1)[0][0]
-        raise UserError(f"{split}: id '{repeated}' occurs in two of its files: remove one of these rows, or files")
-    return ids
+    """Names of the rows: the id (idx) column, if each has one of its own; else numbers from 0."""
+    columns = (table.columns.get("id", table.columns.get("idx", [""] * len(table))) for table in tables)
+    ids = ["" if value is None else str(value) for column in columns for value in column]
+    repeated, times = Counter(ids).most_common(1)[0]
+    if times == 1 and "" not in ids:
+        return ids
+    require(
+        task.kind != "spans" or not repeated or times == 1, f"{split}: {times} rows have the id '{repeated}': keep one"
+    )
+    if any(ids):
+        notes.append(f"{split}: not every row has an id of its own, so rows go by their numbers from 0")
+    return [str(i) for i in range(len(ids))]
 
 
 def _texts(task: Task, split: str, tables: list[Table], notes: list[str]) -> tuple[list[str], ...]:

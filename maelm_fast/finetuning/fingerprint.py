@@ -35,16 +35,6 @@ def deciding(config: FinetuneConfig) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in NOT_DECIDING}
 
 
-def resolve_step(path: str | Path, step: int | None) -> int | None:
-    """The checkpoint that would be loaded: of a run directory the newest whole one if none is named. None for a Hugging
-    Face directory. Raises UserError if there is no such checkpoint, or it is damaged."""
-    if (run := RunDir(path)).exists:
-        return int(run.whole_checkpoint(step).name.removeprefix("step_"))
-    require(Path(path).is_dir(), f"{path}: no such directory")
-    require(step is None, f"{path}: a step was named, but this is no run directory of ours: leave it out")
-    return None
-
-
 def model_fingerprint(path: str | Path, step: int | None, random_init: bool = False) -> str:
     """Of the encoder's architecture, tokenizer and weights; with random_init without the weights.
 
@@ -55,6 +45,7 @@ def model_fingerprint(path: str | Path, step: int | None, random_init: bool = Fa
         weights = None if step is None else model_checksum(run.checkpoint(step))
         return digest("run", to_dict(config.model), checksum_of_given(run.tokenizer_file), weights)
     require(Path(path).is_dir(), f"{path}: no such directory")
+    require(step is None, f"{path}: a step was named, but this is no run directory of ours: leave it out")
     files = sorted(file for file in Path(path).iterdir() if file.is_file())
     if not any(file.name == "config.json" for file in files):
         raise UserError(f"{path} is neither a run directory (config.yaml) nor a Hugging Face one (config.json)")
@@ -88,13 +79,15 @@ class Origin:
         random_init: bool = False,
         label: str = "",
     ) -> Origin:
-        """step: by default the newest whole one of now. Raises UserError if there is no such model."""
+        """step: by default the newest whole one of now. Raises UserError if there is no such model or checkpoint, or
+        it is damaged."""
         require(
             step is None or not random_init,
             f"--random-init {path}: random weights have no step: leave out --step, or @STEP",
         )
-        found = None if random_init else resolve_step(path, step)
-        return cls(str(path), found, engine, random_init, label, model_fingerprint(path, found, random_init))
+        if (run := RunDir(path)).exists and not random_init:
+            step = int(run.whole_checkpoint(step).name.removeprefix("step_"))
+        return cls(str(path), step, engine, random_init, label, model_fingerprint(path, step, random_init))
 
     def load(self, dropout: float, seed: int = 0, head: bool = False) -> TextEncoder:
         """seed: of random weights. head: as encoders.load_encoder."""

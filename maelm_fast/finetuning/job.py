@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
 from maelm_fast.config import require
+from maelm_fast.data.files import writing
 from maelm_fast.encoders import Engine, TextEncoder
 from maelm_fast.errors import UserError
 from maelm_fast.export.library import require_transformers
@@ -87,7 +87,7 @@ def finetune(
         require(ours, f"{out} is in use by another process")
         _check_out(out, record)  # again: another process may have been here meanwhile
         _start_files(out, record, environment(device, precision))
-        say(_banner(encoder, problem, config, seeds, device, precision))
+        say(_banner(encoder, problem, config, seeds, f"{device_name(device)} in {precision}"))
         for note in data.notes:
             say(f"note: {note}")
         units = [_Seed(seed, digest(record)) for seed in seeds]
@@ -130,63 +130,48 @@ class _Worker(Worker[_Seed]):
     say: Callable[[str], None]
 
     def do(self, unit: _Seed, stop: StopSignals) -> dict[str, Any]:
+        """Trains, and leaves weights and evaluation in seeds/. Returns Result.to_dict()."""
         encoder = self.encoder or self.origin.load(self.config.dropout, unit.seed)
-        return _one_seed(self.problem, encoder, replace(self.config, seed=unit.seed), self.out, stop, self.say)
+        config, task, state = replace(self.config, seed=unit.seed), self.problem.data.task, self._state(unit)
+        steps = total_updates(self.problem.train_size, config)
+        items = "windows" if task.kind == "spans" else "examples"
+        done = int(path.name[5:]) if (path := newest_whole(state)) else 0
+        if done:
+            self.say(f"resuming from step {done:,}")
+        with Display(done, steps) as display:
+
+            def watch(row: dict[str, Any]) -> None:
+                loss = "-" if row["loss"] is None else f"{row['loss']:.3f}"
+                place = f"step {row['step']:,}"
+                if row["kind"] == "train":
+                    speed = f"{row['examples_per_s']:,.1f} {items}/s"
+                    display.show(row["step"], f"{place}/{steps:,}  loss {loss}  {speed}")
+                    return
+                values = (f"{split} {task.metric} {found[task.metric]:.2f}" for split, found in row["metrics"].items())
+                display.say(f"{place} (epoch {row['epoch']:.2f}): loss {loss}; {', '.join(values)}")
+
+            result, model, evaluation = train(self.problem, encoder, config, watch=watch, resume=state, stop=stop)
+
+        def fill(aside: Path) -> None:
+            save_file(on_host(model), aside / "model.safetensors")
+            write_json(aside / "evaluation.json", dataclasses.asdict(evaluation))
+
+        kept = _kept(self.out, unit.seed)
+        shutil.rmtree(kept, ignore_errors=True)
+        with writing(kept, "the same command resumes"):
+            write_directory(kept, fill)
+        return result.to_dict()
 
     def after(self, unit: _Seed, row: dict[str, Any]) -> str:
-        shutil.rmtree(_state(self.out, unit.seed), ignore_errors=True)
+        shutil.rmtree(self._state(unit), ignore_errors=True)
         return ""
 
+    def _state(self, unit: _Seed) -> Path:
+        return self.out / "state" / f"seed_{unit.seed}"
 
-def _state(out: Path, seed: int) -> Path:
-    return out / "state" / f"seed_{seed}"
 
-
-def _one_seed(
-    problem: Problem,
-    encoder: TextEncoder,
-    config: FinetuneConfig,
-    out: Path,
-    stop: StopSignals,
-    say: Callable[[str], None],
-) -> dict[str, Any]:
-    """Trains, and leaves weights and evaluation in seeds/. Returns Result.to_dict()."""
-    steps, task = total_updates(problem.train_size, config), problem.data.task
-    items = "windows" if task.kind == "spans" else "examples"
-    state = _state(out, config.seed)
-    done = int(path.name[5:]) if (path := newest_whole(state)) else 0
-    if done:
-        say(f"resuming from step {done:,}")
-    with Display(done, steps) as display:
-
-        def watch(row: dict[str, Any]) -> None:
-            loss = "-" if row["loss"] is None else f"{row['loss']:.3f}"
-            place = f"step {row['step']:,}"
-            if row["kind"] == "train":
-                speed = f"{row['examples_per_s']:,.1f} {items}/s"
-                display.show(row["step"], f"{place}/{steps:,}  loss {loss}  {speed}")
-                return
-            values = [
-                f"{split + ' ' if len(row['metrics']) > 1 else ''}{name} {value:.2f}"
-                for split, found in row["metrics"].items()
-                for name, value in found.items()
-                if name == task.metric or (len(row["metrics"]) == 1 and name in task.metrics)
-            ]
-            display.say(f"{place} (epoch {row['epoch']:.2f}): loss {loss}; dev {', '.join(values)}")
-
-        result, model, evaluation = train(problem, encoder, config, watch=watch, resume=state, stop=stop)
-
-    def fill(aside: Path) -> None:
-        save_file(on_host(model), aside / "model.safetensors")
-        write_json(aside / "evaluation.json", dataclasses.asdict(evaluation))
-
-    kept = out / "seeds" / f"seed_{config.seed}"
-    shutil.rmtree(kept, ignore_errors=True)
-    try:
-        write_directory(kept, fill)
-    except OSError as error:
-        raise UserError(f"cannot write {kept}: {error}; free some space, and the same command resumes") from None
-    return result.to_dict()
+def _kept(out: Path, seed: int) -> Path:
+    return out / "seeds" / f"seed_{seed}"
 
 
 def _finish(
@@ -200,7 +185,7 @@ def _finish(
 ) -> None:
     """The model of the median seed, and the report."""
     chosen = median_of(results)
-    kept = out / "seeds" / f"seed_{chosen.seed}"
+    kept = _kept(out, chosen.seed)
     if fault := damage(kept):
         raise UserError(f"{kept} is damaged: {fault}; remove {out} and run again")
     say(f"report and model of seed {chosen.seed}, the median")
@@ -248,47 +233,34 @@ def _check_out(out: Path, record: dict[str, Any]) -> None:
         before, now = {**old, **old["config"]}, {**record, **record["config"]}
     except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError):
         raise UserError(f"{file}: not the config.yaml of a fine-tuning job; choose another --out") from None
-    same_model = before.get("model_fingerprint") == now["model_fingerprint"]
-    same_data = before.get("data_fingerprint") == now["data_fingerprint"]
+    told = {
+        "model_fingerprint": f"another model ({before.get('model')})",
+        "data_fingerprint": f"other data ({before.get('data')})",
+    }
     different = [
-        f"{key}={before.get(key)!r}"
+        told.get(key, f"{key}={before.get(key)!r}")
         for key, value in now.items()
-        if key not in ("config", "model", "data", "model_fingerprint", "data_fingerprint") and before.get(key) != value
+        if key not in ("config", "model", "data") and before.get(key) != value
     ]
-    if not same_model and "step" not in {text.split("=")[0] for text in different}:
-        different.append(f"another model ({before.get('model')})")
-    if not same_data:
-        different.append(f"other data ({before.get('data')})")
     require(not different, f"{out} was started with {', '.join(different)}; use the same, or choose another --out")
 
 
 def _start_files(out: Path, record: dict[str, Any], env: dict[str, Any]) -> None:
     file = out / "env.json"
-    try:
+    with writing(out, "choose another --out"):
         starts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
         if not (out / CONFIG_FILE).exists():  # first: without it the directory is not known as a job's
             write_text(out / CONFIG_FILE, yaml.safe_dump(record, sort_keys=False, allow_unicode=True))
         write_json(file, [*starts, {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **env}])
-    except OSError as error:
-        raise UserError(f"cannot write in {out}: {error.strerror or error}") from None
 
 
-def _banner(
-    encoder: TextEncoder,
-    problem: Problem,
-    config: FinetuneConfig,
-    seeds: Sequence[int],
-    device: torch.device,
-    precision: str,
-) -> str:
+def _banner(encoder: TextEncoder, problem: Problem, config: FinetuneConfig, seeds: Sequence[int], place: str) -> str:
     data, parameters = problem.data, sum(p.numel() for p in encoder.parameters())
-    items = f"{len(data.train):,} training examples"
-    if problem.train_size != len(data.train):
-        items += f" in {problem.train_size:,} windows"
+    windows = f" in {problem.train_size:,} windows" if problem.train_size != len(data.train) else ""
     dev = ", ".join(f"{len(split):,} of {name}" for name, split in data.validation.items())
     return (
-        f"{data.task.title}: {items}, {dev}; at most {max(problem.lengths)} tokens\n"
-        f"{encoder.name}: {parameters:,} parameters, engine {encoder.engine}, on {device_name(device)} in {precision}\n"
-        f"{total_updates(problem.train_size, config):,} steps of {config.batch_size}, lr {config.lr:g}, "
-        f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}"
+        f"{data.task.title}: {len(data.train):,} training examples{windows}, {dev}; at most {max(problem.lengths)} "
+        f"tokens\n{encoder.name}: {parameters:,} parameters, engine {encoder.engine}, on {place}\n"
+        f"{total_updates(problem.train_size, config):,} steps of {config.batch_size}, lr {config.lr:g}, seeds "
+        f"{', '.join(map(str, seeds))}"
     )

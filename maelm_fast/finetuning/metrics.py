@@ -61,12 +61,8 @@ def _metric(name: str, task: Task, predictions: NDArray, labels: NDArray) -> flo
         return float(accuracy_score(labels, predictions))
     if name == "matthews":
         return float(matthews_corrcoef(labels, predictions))
-    if name == "f1":
-        return float(f1_score(labels, predictions, pos_label=1, average="binary", zero_division=0))
-    if name == "macro_f1":
-        classes = range(len(task.labels))
-        return float(f1_score(labels, predictions, labels=classes, average="macro", zero_division=0))
-    raise ValueError(f"unknown metric {name}")
+    kind: Any = {"average": "macro", "labels": range(len(task.labels))} if name == "macro_f1" else {"pos_label": 1}
+    return float(f1_score(labels, predictions, zero_division=0, **kind))
 
 
 def _correlation(name: str, predictions: NDArray, labels: NDArray) -> float:

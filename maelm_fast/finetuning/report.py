@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from maelm_fast.analysis.effective_rank import TAU
+from maelm_fast.data.files import writing
 from maelm_fast.data.order import subset
 from maelm_fast.encoders import TextEncoder
 from maelm_fast.errors import UserError
@@ -34,6 +35,7 @@ from maelm_fast.finetuning.fingerprint import NOT_DECIDING, Origin
 from maelm_fast.finetuning.problem import EVALUATION_TOKENS, Evaluation, autocast, evaluation_batches, token_batch
 from maelm_fast.reporting import (
     GREY,
+    NONE,
     aligned,
     figure_of,
     frame,
@@ -44,7 +46,6 @@ from maelm_fast.reporting import (
     measured,
     number,
     per_group,
-    require_matplotlib,
     save,
     table,
     where,
@@ -177,25 +178,21 @@ def write_report(
         "details": evaluation.details,
         "results": [result.to_dict() for result in results],
     }
-    try:
+    with writing(out, "the same command resumes"):
         predictions = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in evaluation.predictions)
         write_text(out / "predictions.jsonl", predictions)
         rows = results_rows(results, baselines)
         write_results(out, rows)
         write_text(out / "REPORT.md", "\n".join(_markdown(values, data, results, rows)))
         try:
-            require_matplotlib()
-        except UserError as error:
-            say(f"no pictures: {error}")
-        else:
             _plot_curves(values, results, out / "curves.png")
             if len(task.labels) > MAX_CLASSES:
                 say(f"no confusion.png: {len(task.labels)} classes are too many; the counts are in {REPORT_FILE}")
             elif task.kind != "spans":
                 _plot_confusion(values, evaluation, out / "confusion.png")
+        except UserError as error:
+            say(f"no pictures: {error}")
         write_json(out / REPORT_FILE, values)
-    except OSError as error:
-        raise UserError(f"cannot write in {out}: {error.strerror}; the same command resumes") from None
 
 
 def terminal_lines(data: TaskData, results: Sequence[Result], baselines: dict[str, dict[str, float]]) -> list[str]:
@@ -203,8 +200,8 @@ def terminal_lines(data: TaskData, results: Sequence[Result], baselines: dict[st
     first = next(iter(data.validation))
     scores = _scores(where(results_rows(results, baselines), split=first), data, results[0].metrics[first])
     title = f"{data.task.title}, development set {first}; of each seed the best of {len(results[0].curve)} evaluations"
-    cut = ", ".join(f"{part['cut']:,} of {name}" for name, part in _splits(results[0].truncation) if "cut" in part)
-    return [title, *aligned(scores), _speed(summary(results), data), *([f"inputs cut: {cut}"] if cut else [])]
+    speed, cut = _speed(summary(results), data), cut_inputs(results[0].truncation)
+    return [title, *aligned(scores), speed, *([f"inputs cut: {cut}"] if cut else [])]
 
 
 def _speed(total: dict[str, Any], data: TaskData) -> str:
@@ -216,8 +213,25 @@ def _speed(total: dict[str, Any], data: TaskData) -> str:
     )
 
 
-def _splits(truncation: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    return [(name, part) for name, part in truncation.items() if isinstance(part, dict)]
+def cut_inputs(truncation: Mapping[str, Any]) -> str:
+    """ "train: 3 of 100, validation: 0 of 20"."""
+    parts = {name: part for name, part in truncation.items() if isinstance(part, dict) and part.get("inputs")}
+    return ", ".join(f"{name}: {part['cut']:,} of {part['inputs']:,}" for name, part in parts.items())
+
+
+def task_table(tasks: Iterable[TaskData], truncation: Mapping[str, dict[str, Any]]) -> list[str]:
+    """What was trained and tested on, with all that was left out, cut or not official. truncation: by task, what one of
+    its runs cut."""
+    rows, notes = [], []
+    for of in tasks:
+        task, validation = of.task, ", ".join(f"{name}: {len(split):,}" for name, split in of.validation.items())
+        cut = cut_inputs(truncation.get(task.name, {})) or NONE
+        # of each file its folder alone: the rest of its path says where it was on one machine
+        files = ", ".join("/".join(file.split("/")[-2:]) for file in of.train.source.split(", "))
+        rows.append([task.title, f"{len(of.train):,}", validation, task.metric, cut, files, of.fingerprint])
+        notes += [f"- {task.title}: {note}" for note in of.notes]
+    header = ["task", "training examples", "validation examples", "metric", "inputs cut", "from", "fingerprint"]
+    return [*table(header, rows), *notes, *([""] if notes else [])]
 
 
 def _markdown(values: dict[str, Any], data: TaskData, results: Sequence[Result], rows: Any) -> list[str]:
@@ -236,9 +250,7 @@ def _markdown(values: dict[str, Any], data: TaskData, results: Sequence[Result],
         f"`{model['path']}`, {start}, engine {model['engine']}; {places}. In model/ that of the median seed, {chosen}: "
         f"{model['saved']}",
         "",
-        *(f"- {name}: {part['examples']:,} examples, {part['source']}" for name, part in values["data"].items()),
-        *(f"- {note}" for note in values["notes"]),
-        "",
+        *task_table([data], {data.task.name: cut}),
         f"Numbers are of the development set, in percent. *Best* is the best of {len(results[0].curve)} evaluations by "
         f"{values['metric']}, as the paper reports; *last* is after the last step. No test set was used.",
         "",
@@ -253,14 +265,7 @@ def _markdown(values: dict[str, Any], data: TaskData, results: Sequence[Result],
         "",
         f"{results[0].steps:,} steps in {_speed(total, data)}. Steps skipped for a gradient that was not finite: "
         f"{total['skipped_updates']}.",
-        "",
-        "## Inputs that were too long",
-        "",
-        f"At most {cut['max_length']} tokens, special ones included.",
-        "",
     ]
-    for name, part in _splits(cut):
-        lines.append(f"- {name}: " + ", ".join(f"{key.replace('_', ' ')} {value:,}" for key, value in part.items()))
     layers = ([when, *map(str, rank[when])] for when in ("before", "after"))
     lines += [
         "",

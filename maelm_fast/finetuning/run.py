@@ -39,8 +39,8 @@ SAVE_SECONDS = 180.0
 _WATCH_SECONDS = 1.0
 
 Watch = Callable[[dict[str, Any]], None]
-"""Called about once a second with {"kind": "train", step, steps, epoch, loss, lr, examples_per_s, tokens_per_s}, and
-with {"kind": "evaluation", ...} and a row of Result.curve."""
+"""Called about once a second with {"kind": "train", step, loss, examples_per_s}, and with {"kind": "evaluation", ...}
+and a row of Result.curve."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,6 @@ class FineTuning(loop.Training[NDArray[np.int64], None]):
     def updates(self) -> Iterator[NDArray[np.int64]]:
         """The examples of each."""
         progress, config = self.progress, self.config
-        self._seen = progress.examples, progress.tokens, progress.train_seconds
         self._begun = self._saved = self._watched = time.perf_counter()
         self._before = progress.seconds
         self.model.train()
@@ -236,47 +235,43 @@ class FineTuning(loop.Training[NDArray[np.int64], None]):
         progress.seconds = self._before + now - self._begun
         if now - self._watched < _WATCH_SECONDS and progress.step < self.steps:
             return
-        examples, tokens, before = self._seen
-        self._watched, self._seen = now, (progress.examples, progress.tokens, progress.train_seconds)
-        seconds = max(progress.train_seconds - before, 1e-9)
+        self._watched = now
         row = {
             "kind": "train",
             "step": progress.step,
-            "steps": self.steps,
-            "epoch": self._epoch(),
-            "loss": progress.loss / progress.losses if progress.losses else None,
-            "lr": learning_rate(self.optim, progress.step - 1),
-            "examples_per_s": (progress.examples - examples) / seconds,
-            "tokens_per_s": (progress.tokens - tokens) / seconds,
+            "loss": self._loss(),
+            "examples_per_s": self._per_second("examples"),
         }
         self.watch(row)
 
-    def _epoch(self) -> float:
-        return self.progress.step * self.config.epochs / self.steps
+    def _loss(self) -> float | None:
+        return self.progress.loss / self.progress.losses if self.progress.losses else None
+
+    def _per_second(self, items: str) -> float:
+        return float(getattr(self.progress, items) / max(self.progress.train_seconds, 1e-9))
 
     def evaluate(self) -> None:
         """Adds a row to the curve, and keeps evaluation and weights if it is the best so far; of equals the first."""
         progress, task = self.progress, self.problem.data.task
         evaluation = self.problem.evaluate(self.model, self.device, self.precision)
         value = evaluation.metrics[next(iter(self.problem.data.validation))][task.metric]
-        loss = progress.loss / progress.losses if progress.losses else None
-        progress.loss, progress.losses = 0.0, 0
+        progress.seconds = self._before + time.perf_counter() - self._begun
         row = {
             "step": progress.step,
-            "epoch": self._epoch(),
-            "loss": loss,
+            "epoch": progress.step * self.config.epochs / self.steps,
+            "loss": self._loss(),
             "metrics": evaluation.metrics,
             "value": value,
+            "seconds": progress.seconds,
         }
+        progress.loss, progress.losses = 0.0, 0
         progress.curve.append(row)
         if progress.best is None or value > progress.curve[progress.best]["value"]:
             progress.best = len(progress.curve) - 1
             self.evaluation = evaluation
             if self.keep_best:
                 self.best_weights = on_host(self.model)
-        progress.seconds = self._before + time.perf_counter() - self._begun
-        progress.curve[-1]["seconds"] = progress.seconds
-        self.watch({"kind": "evaluation", **progress.curve[-1]})
+        self.watch({"kind": "evaluation", **row})
         self.model.train()
 
     def save(self) -> None:
@@ -299,11 +294,11 @@ class FineTuning(loop.Training[NDArray[np.int64], None]):
             return
         state = checkpoint.read_state(path)
         before, now = state["identity"], json.loads(json.dumps(self._identity()))
+        precision = before["precision"]
         require(
-            before == now | {"precision": before["precision"]},
+            before == now | {"precision": precision},
             f"{path} is the state of another configuration or other data: remove it, or use the same",
         )
-        precision = before["precision"]
         require(
             precision == self.precision,
             f"{path} was computed in {precision}: go on with --precision {precision}, or remove {self.resume} to "
@@ -343,8 +338,8 @@ class FineTuning(loop.Training[NDArray[np.int64], None]):
             steps=self.steps,
             skipped=progress.skipped,
             seconds=progress.seconds,
-            examples_per_s=progress.examples / max(progress.train_seconds, 1e-9),
-            tokens_per_s=progress.tokens / max(progress.train_seconds, 1e-9),
+            examples_per_s=self._per_second("examples"),
+            tokens_per_s=self._per_second("tokens"),
             truncation=self.problem.truncation,
             seed=self.config.seed,
             config=to_dict(self.config),

@@ -34,6 +34,7 @@ from tokenizers import Tokenizer, processors
 from torch import Tensor
 
 from maelm_fast.config import require
+from maelm_fast.data.tokenizer import special_ids, special_names
 from maelm_fast.encoders import (
     PackedEncoder,
     TextEncoder,
@@ -52,9 +53,10 @@ from maelm_fast.export.library import new_model, quiet, require_transformers, tr
 from maelm_fast.export.mapping import own_encoder_state, own_fields, stock_encoder_state, stock_fields
 from maelm_fast.finetuning.heads import SequenceModel, SpanModel
 from maelm_fast.finetuning.problem import token_batch
+from maelm_fast.finetuning.run import on_host
 from maelm_fast.finetuning.tasks import Task
 from maelm_fast.ops.dispatch import REFERENCE, backends
-from maelm_fast.text import Form, Inputs, TextTokenizer, form_of
+from maelm_fast.text import Inputs, TextTokenizer
 from maelm_fast.training.files import damage, write_directory, write_json
 
 Model = SequenceModel | SpanModel
@@ -65,12 +67,13 @@ TOLERANCE = 1e-5
 LONGEST = 192  # tokens of the longest input that is compared: beyond the last bucket of the relative bias
 _PREFIXES = {"roberta": "Roberta", "mpnet": "MPNet", "own": "MaeLm"}
 _KINDS = {True: "ForQuestionAnswering", False: "ForSequenceClassification"}
-_STOCK_HEADS = (
+_HEADS = (
     ("classifier.dense", "classifier.out_proj"),
     ("{base}.pooler.dense", "classifier"),
     ("{base}.pooler", "classifier"),
+    ("dense", "classifier"),
 )
-"""Where a stock classifier may have our head's two layers: as RoBERTa; as BERT, in the pooler; as ALBERT."""
+"""Where a classifier may have our head's two layers: RoBERTa and MPNet; BERT, in the pooler; ALBERT; own format."""
 _PROBES = ["Once, upon a time.", "two  spaces\tand ÅNGSTRÖM, 中文 🙂", "a <mask> b [MASK] </s>", "x"]
 
 
@@ -97,10 +100,7 @@ def save(model: Model, task: Task, out: Path) -> Saved:
     saved: list[Saved] = []
 
     def fill(aside: Path) -> None:
-        if isinstance(model.encoder, PackedEncoder):
-            saved.append(_save_packed(transformers, model, exact, task, out, aside))
-        else:
-            saved.append(_save_transformers(transformers, model, exact, task, out, aside))
+        saved.append(_save(transformers, model, exact, task, out, aside))
         _check_tokenizer(model.encoder.tokenizer, aside)
         (aside / "README.md").write_text(_card(saved[0], model, task), encoding="utf-8")
 
@@ -155,110 +155,95 @@ def _new_model(encoder: TextEncoder, task: Task, dropout: float) -> Model:
     return SpanModel(encoder) if task.kind == "spans" else SequenceModel(encoder, task.outputs, dropout)
 
 
-def _save_packed(transformers: Any, model: Model, exact: Model, task: Task, out: Path, aside: Path) -> Saved:
-    encoder: Any = model.encoder
-    tokenizer, config = encoder.tokenizer, encoder.config
-    format = fitting_format(config, tokenizer.pad_id)
-    prefix, spans = _PREFIXES[format], task.kind == "spans"
-    special = {"bos": tokenizer.cls_id, "pad": tokenizer.pad_id, "eos": tokenizer.sep_id, "mask": tokenizer.mask_id}
-    fields = own_fields(config, special, False) if format == "own" else stock_fields(config, format, special)
-    fields |= _task_fields(task) | {"classifier_dropout": _head_dropout(model)}
-    if format == "own":
-        from maelm_fast.export import modeling_maelm as library
-
-        base, state = "encoder", own_encoder_state(encoder.encoder, config.vocab_size)
+def _save(transformers: Any, model: Model, exact: Model, task: Task, out: Path, aside: Path) -> Saved:
+    """In the class that there is for the task, if it is the same function; else, of transformers' own encoders, in
+    format plain."""
+    encoder, kind, format = model.encoder, _KINDS[task.kind == "spans"], "stock"
+    if isinstance(encoder, PackedEncoder):
+        format = fitting_format(encoder.config, encoder.tokenizer.pad_id)
+        fields = _task_fields(task) | {"classifier_dropout": _head_dropout(model)}
+        theirs, base, state = _of_packed(transformers, encoder, format, kind, fields)
+        _write_tokenizer(transformers, encoder, aside)
     else:
-        library, base, state = transformers, format, stock_encoder_state(encoder.encoder, config, format)
-    theirs = getattr(library, prefix + _KINDS[spans])(getattr(library, f"{prefix}Config")(**fields))
-    names = {"out": "qa_outputs"} if spans else dict(zip(("dense", "out"), _STOCK_HEADS[0], strict=True))
-    if format == "own" and not spans:
-        names = {"dense": "dense", "out": "classifier"}
-    state = {f"{base}.{name}": tensor for name, tensor in state.items()}
-    theirs.load_state_dict(state | _head_state(model, task, names), strict=True)
-    theirs.save_pretrained(aside)
-    _write_tokenizer(transformers, tokenizer, config.max_positions, aside)
-    architecture = type(theirs).__name__
-    _write_record(aside, model, task, format, names)
-    difference = _compare(transformers, exact, task, aside, remote_code=format == "own")
-    require(
-        difference <= TOLERANCE,
-        f"the saved model, read back as {architecture}, differs from the fine-tuned one: logits by {difference:.1e} "
-        f"(at most {TOLERANCE:g} is right); nothing was saved",
-    )
-    note = f"AutoModel{_KINDS[spans]} loads it, as {architecture}."
-    if format == "own":
-        note = f"AutoModel{_KINDS[spans]} loads it with trust_remote_code=True; its code is modeling_maelm.py."
-    return Saved(out, format, architecture, difference, note)
-
-
-def _save_transformers(transformers: Any, model: Model, exact: Model, task: Task, out: Path, aside: Path) -> Saved:
-    """In the class that transformers has for the task, if that is the same function; else in format plain."""
-    kind = "AutoModel" + _KINDS[task.kind == "spans"]
-    found = _stock_model(getattr(transformers, kind), model, task)
-    reason = f"transformers has no class with this head for a {type(_model(model)).__name__}"
-    if found is not None:
-        theirs, names = found
+        theirs, base, state = _of_transformers(transformers, encoder, kind, _task_fields(task))
+        encoder.tokenizer.source.save_pretrained(aside)
+    reason = "transformers has no class of this encoder with this head"
+    if theirs is not None and (names := _fit(theirs, base, state, model, task)) is not None:
         architecture = type(theirs).__name__
         theirs.save_pretrained(aside)
-        difference = _compare(transformers, exact, task, aside, remote_code=False)
+        _write_record(aside, model, task, format, names)
+        difference = _compare(transformers, exact, task, aside, remote_code=format == "own")
         if difference <= TOLERANCE:
-            model.encoder.tokenizer.source.save_pretrained(aside)
-            _write_record(aside, model, task, "stock", names)
-            return Saved(out, "stock", architecture, difference, f"{kind} loads it, as {architecture}.")
-        reason = f"{architecture} computes something else from the same weights"
-        for file in aside.iterdir():
-            file.unlink()
-    save_file(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}, aside / WEIGHTS
-    )
-    model.encoder.tokenizer.source.save_pretrained(aside)
+            note = f"AutoModel{kind} loads it, as {architecture}."
+            if format == "own":
+                note = f"AutoModel{kind} loads it with trust_remote_code=True; its code is modeling_maelm.py."
+            return Saved(out, format, architecture, difference, note)
+        reason = f"{architecture} computes something else from the same weights (logits differ by {difference:.1e})"
+        (aside / "config.json").unlink()
+    require(format == "stock", f"the saved model, read back, is not the fine-tuned one: {reason}; nothing was saved")
+    save_file(on_host(model), aside / WEIGHTS)
     _write_record(aside, model, task, "plain", {})
     again = _load(aside, _read_record(aside)).double()
     with torch.inference_mode():
         difference = _largest([exact(batch) - again(batch) for batch in _batches(exact)])
     require(difference <= TOLERANCE, f"the saved model, read back, differs by {difference:.1e}; nothing was saved")
-    note = f"{kind} cannot load it: {reason}. maelm_fast.finetuning.saving.load_finetuned loads it."
+    note = f"AutoModel{kind} cannot load it: {reason}. maelm_fast.finetuning.saving.load_finetuned loads it."
     return Saved(out, "plain", None, difference, note)
 
 
-def _model(model: Model) -> Any:
-    encoder: Any = model.encoder
-    return encoder.model
+_Theirs = tuple[Any, str, dict[str, Tensor]]
+"""A model of a class with a head, None if there is no class; the name of its encoder; the encoder's weights."""
 
 
-def _stock_model(auto: Any, model: Model, task: Task) -> tuple[Any, dict[str, str]] | None:
-    """The class that transformers has for the task with our weights in it, and where our head's layers are in it; None
-    if there is no class, or none of its layers has their shapes."""
-    encoder = _model(model)
-    config = copy.deepcopy(encoder.config)
+def _of_packed(transformers: Any, encoder: PackedEncoder, format: str, kind: str, fields: dict[str, Any]) -> _Theirs:
+    tokenizer, config = encoder.tokenizer, encoder.config
+    special: Any = {
+        "bos": tokenizer.cls_id,
+        "pad": tokenizer.pad_id,
+        "eos": tokenizer.sep_id,
+        "mask": tokenizer.mask_id,
+    }
+    if format == "own":
+        from maelm_fast.export import modeling_maelm as library
+
+        base, state = "encoder", own_encoder_state(encoder.encoder, config.vocab_size)
+        fields |= own_fields(config, special, False)
+    else:
+        library, base, state = transformers, format, stock_encoder_state(encoder.encoder, config, format)
+        fields |= stock_fields(config, format, special)
+    prefix = _PREFIXES[format]
+    return getattr(library, prefix + kind)(getattr(library, f"{prefix}Config")(**fields)), base, state
+
+
+def _of_transformers(transformers: Any, encoder: Any, kind: str, fields: dict[str, Any]) -> _Theirs:
+    auto, config = getattr(transformers, f"AutoModel{kind}"), copy.deepcopy(encoder.model.config)
     if type(config) not in auto._model_mapping:
-        return None
-    config.update(_task_fields(task))
+        return None, "", {}
+    config.update(fields)
     theirs = auto.from_config(config, dtype=torch.float32)
-    base = theirs.base_model_prefix
-    layers = dict(theirs.named_modules())
-    options = [{"out": "qa_outputs"}]
+    return theirs, theirs.base_model_prefix, encoder.model.state_dict()
+
+
+def _fit(theirs: Any, base: str, state: dict[str, Tensor], model: Model, task: Task) -> dict[str, str] | None:
+    """Puts our weights in, and says where our head's layers are in it; None if they do not fit."""
+    own = theirs.state_dict()
+    heads = [{"out": "qa_outputs"}]
     if task.kind != "spans":
-        options = [{"dense": dense.format(base=base), "out": last} for dense, last in _STOCK_HEADS]
-    for names in options:
-        state = _head_state(model, task, names)
-        own = theirs.state_dict()
-        if all(name in own and own[name].shape == tensor.shape for name, tensor in state.items()):
-            missing, unknown = layers[base].load_state_dict(encoder.state_dict(), strict=False)
-            if unknown or any(f"{base}.{name}" not in state for name in missing):
-                return None
-            theirs.load_state_dict(state, strict=False)
-            return theirs, names
+        heads = [{"dense": dense.format(base=base), "out": last} for dense, last in _HEADS]
+    for names in heads:
+        whole = {f"{base}.{name}": tensor for name, tensor in state.items()} | _head_state(model, task, names)
+        if {name: t.shape for name, t in whole.items()} == {name: t.shape for name, t in own.items()}:
+            theirs.load_state_dict(whole)
+            return names
     return None
 
 
 def _head_state(model: Model, task: Task, names: dict[str, str]) -> dict[str, Tensor]:
     """The head's tensors under the names of another class, with raw scores for a regression."""
     state = {name: tensor.detach().cpu() for name, tensor in model.head.state_dict().items()}
+    scaled = _scaled(state, task)
     return {
-        f"{names[layer]}.{part}": tensor
-        for name, tensor in _scaled(state, task).items()
-        for layer, part in (name.split("."),)
+        f"{theirs}.{part}": scaled[f"{ours}.{part}"] for ours, theirs in names.items() for part in ("weight", "bias")
     }
 
 
@@ -277,12 +262,12 @@ def _task_fields(task: Task) -> dict[str, Any]:
     """What the configuration of a class for the task says of its outputs."""
     if task.kind == "spans":
         return {}
-    if task.kind == "regression":
-        return {"id2label": {0: task.label_column}, "label2id": {task.label_column: 0}, "problem_type": "regression"}
+    regression = task.kind == "regression"
+    labels = (task.label_column,) if regression else task.labels
     return {
-        "id2label": dict(enumerate(task.labels)),
-        "label2id": {name: i for i, name in enumerate(task.labels)},
-        "problem_type": "single_label_classification",
+        "id2label": dict(enumerate(labels)),
+        "label2id": {name: i for i, name in enumerate(labels)},
+        "problem_type": "regression" if regression else "single_label_classification",
     }
 
 
@@ -291,7 +276,7 @@ def _head_dropout(model: Model) -> float:
 
 
 def _write_record(aside: Path, model: Model, task: Task, format: str, names: dict[str, str]) -> None:
-    encoder = model.encoder
+    encoder: Any = model.encoder
     record = {
         "version": VERSION,
         "format": format,
@@ -303,7 +288,7 @@ def _write_record(aside: Path, model: Model, task: Task, format: str, names: dic
         "head": names,
     }
     if format == "plain":
-        record["encoder"] = _model(model).config.to_dict()
+        record["encoder"] = encoder.model.config.to_dict()
     write_json(aside / FINETUNED, record)
 
 
@@ -329,26 +314,16 @@ def _task(record: dict[str, Any]) -> Task:
     return Task(**{name: tupled(value) for name, value in record["task"].items() if name in known})
 
 
-def _write_tokenizer(transformers: Any, tokenizer: TextTokenizer, longest: int, aside: Path) -> None:
-    """A run's tokenizer is written so that it puts the special tokens where ours does."""
-    if not isinstance(tokenizer.source, Tokenizer):
-        tokenizer.source.save_pretrained(aside)
+def _write_tokenizer(transformers: Any, encoder: PackedEncoder, aside: Path) -> None:
+    """A run's tokenizer is written so that it puts the special tokens where ours does, which is RoBERTa's form."""
+    source = encoder.tokenizer.source
+    if not isinstance(source, Tokenizer):
+        source.save_pretrained(aside)
         return
-    source = Tokenizer.from_str(tokenizer.source.to_str())
-    if (form_of(source, 1), form_of(source, 2)) != (tokenizer.single, tokenizer.pair):
-        form = tokenizer.pair
-        names = {i: str(source.id_to_token(i)) for i in (*form.before, *form.between, *form.end)}
-        source.post_processor = processors.TemplateProcessing(
-            single=_template(tokenizer.single, names, "$A"),
-            pair=_template(tokenizer.pair, names, "$A", "$B"),
-            special_tokens=[(name, i) for i, name in names.items()],
-        )
-    write_tokenizer(transformers, source, longest, aside)
-
-
-def _template(form: Form, names: dict[int, str], *texts: str) -> list[str]:
-    pieces = [*(names[i] for i in form.before), texts[0], *(names[i] for i in form.between), *texts[1:]]
-    return [*pieces, *(names[i] for i in form.end)]
+    source, names, ids = Tokenizer.from_str(source.to_str()), special_names(source), special_ids(source)
+    eos, bos = ((names[role], ids[role]) for role in ("eos", "bos"))
+    source.post_processor = processors.RobertaProcessing(eos, bos, trim_offsets=True)
+    write_tokenizer(transformers, source, encoder.config.max_positions, aside)
 
 
 def _check_tokenizer(tokenizer: TextTokenizer, aside: Path) -> None:

@@ -1,17 +1,12 @@
 """Rows of parquet, jsonl, json, csv and tsv files, and of datasets on the hub, as columns of Python values.
 
-A tsv file is split at tabs and nothing else, as GLUE's are: a quotation mark is text. csv files have quotes. A .json
-file holds a list of objects, {"data": [...]}, one object per line, or SQuAD's own nesting of articles.
-
-A file called plainly after its split is taken for that split. Anything else that is taken is noted, and what is not
-clear is asked for.
+How a file becomes rows is data/readers.py's to say; a .json file may also have SQuAD's own nesting of articles. A file
+called plainly after its split is taken for that split. Anything else that is taken is noted, and what is not clear is
+asked for.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maelm_fast.config import require
+from maelm_fast.data.readers import first_line, read_rows
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.tasks import Task
 
@@ -34,10 +30,8 @@ class Table:
     source: str
     columns: dict[str, list[Any]]
     """The columns asked for, those optional that are there."""
-    places: list[int]
-    """Of each row: its number from 1, or the line it starts at."""
-    unit: str
-    """"row" or "line"."""
+    places: Sequence[str]
+    """Where each row stands: "row 3", "line 7"."""
     class_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Of columns that the file describes as ClassLabel (the hub's parquet files do)."""
     notes: tuple[str, ...] = ()
@@ -46,7 +40,7 @@ class Table:
         return len(self.places)
 
     def where(self, row: int) -> str:
-        return f"{self.source}: {self.unit} {self.places[row]}"
+        return f"{self.source}: {self.places[row]}"
 
 
 Wanted = Mapping[str, bool]
@@ -57,9 +51,9 @@ def read_table(path: Path, wanted: Wanted) -> Table:
     """The columns of a file. Raises UserError if it is damaged or empty or lacks a column that must be there."""
     require(path.suffix in FORMATS, f"{path}: unknown kind of file: use one of {', '.join(FORMATS)}")
     try:
-        table = dict(zip(FORMATS, (_parquet, _json_lines, _json, _csv, _tsv), strict=True))[path.suffix](path, wanted)
+        table = (_parquet if path.suffix == ".parquet" else _text)(path, wanted)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {_first_line(error)}") from None
+        raise UserError(f"{path} cannot be read: {first_line(error)}") from None
     require(len(table) > 0, f"{path} has no rows: give a file with examples")
     return table
 
@@ -72,164 +66,74 @@ def read_hub(name: str, config: str | None, split: str, wanted: Wanted) -> Table
     """A split of a dataset on the hub, or of a folder that `datasets` understands. Raises UserError in one line."""
     source = f"hub:{name}{f':{config}' if config else ''}"
     try:
-        from datasets import ClassLabel, load_dataset
+        from datasets import load_dataset
 
         rows = load_dataset(name, config, split=split)
-        names = _present(source, rows.column_names, wanted)
-        arrow = rows.select_columns(names).with_format("arrow")[:]
-        features = {column: rows.features[column] for column in names}
-        classes = {column: tuple(kind.names) for column, kind in features.items() if isinstance(kind, ClassLabel)}
+        arrow = rows.select_columns(_present(source, rows.column_names, wanted)).with_format("arrow")[:]
     except UserError:
         raise
     except Exception as error:  # datasets raises whatever its network, file system and parsers raise
-        reason = _first_line(error)
         kind = HubUnreachable if isinstance(error, ConnectionError) else UserError
         raise kind(
-            f"{source}, split {split}, cannot be read: {reason} "
+            f"{source}, split {split}, cannot be read: {first_line(error)} "
             f"(splits are named with --train and --validation; without a network give --data a directory)"
         ) from None
     require(len(arrow) > 0, f"{source}, split {split}, has no rows: choose another")
-    return _of_arrow(f"{source} {split}", arrow, classes)
+    return _of_arrow(f"{source} {split}", arrow, rows.features)
 
 
-def _of_arrow(source: str, arrow: pa.Table, classes: dict[str, tuple[str, ...]]) -> Table:
+def _of_arrow(source: str, arrow: pa.Table, features: Mapping[str, Any]) -> Table:
+    """features: as `datasets` describes the columns."""
     columns = {column: arrow.column(column).to_pylist() for column in arrow.column_names}
-    return Table(source, columns, list(range(1, len(arrow) + 1)), "row", classes)
+    classes = {column: tuple(names) for column in columns if (names := getattr(features[column], "names", None))}
+    return Table(source, columns, [f"row {number}" for number in range(1, len(arrow) + 1)], classes)
 
 
 def _parquet(path: Path, wanted: Wanted) -> Table:
     import pyarrow as pa
     import pyarrow.parquet as pq
+    from datasets import Features
 
     try:
         with pq.ParquetFile(path) as file:
             names = _present(str(path), file.schema_arrow.names, wanted)
-            return _of_arrow(str(path), file.read(columns=names), _class_names(file.schema_arrow, names))
+            return _of_arrow(str(path), file.read(columns=names), Features.from_arrow_schema(file.schema_arrow))
     except UnicodeDecodeError:
         raise UserError(f"{path} holds text that is not UTF-8: rewrite the file") from None
     except pa.ArrowException as error:
-        raise UserError(f"{path} cannot be read as parquet: {_first_line(error)}: get the file again") from None
+        raise UserError(f"{path} cannot be read as parquet: {first_line(error)}: get the file again") from None
 
 
-def _class_names(schema: pa.Schema, columns: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Class names from the description of features that `datasets` writes into a parquet file."""
-    try:
-        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-        return {
-            column: tuple(str(name) for name in features[column]["names"])
-            for column in columns
-            if features.get(column, {}).get("_type") == "ClassLabel"
-        }
-    except (KeyError, ValueError, TypeError, AttributeError):  # no description, or of another kind
-        return {}
+def _text(path: Path, wanted: Wanted) -> Table:
+    found = list(read_rows(str(path), path.suffix))
+    if found and all(isinstance(article, dict) and "paragraphs" in article for _, article in found):
+        found = _squad_rows(path, [article for _, article in found])
+    for where, row in found:
+        require(isinstance(row, dict), f"{path}: {where} is not an object with named fields: write {{...}}")
+        _present(f"{path}: {where}", list(row), wanted, "field")
+    columns = {name: [row.get(name) for _, row in found] for name in wanted if any(name in row for _, row in found)}
+    cells = [cell for _, row in found for cell in row.values()] if path.suffix == ".tsv" else []
+    quoted = sum(cell[:1] == '"' == cell[-1:] and '""' in cell[1:-1] for cell in cells)
+    note = f"{path}: {quoted:,} fields in quotation marks, which tsv keeps as text: if not meant to be there, use .csv"
+    return Table(str(path), columns, [where for where, _ in found], notes=(note,) if quoted else ())
 
 
-def _json_lines(path: Path, wanted: Wanted) -> Table:
-    rows, places = [], []
-    for number, line in enumerate(_text(path).split("\n"), start=1):
-        if line.strip():
-            try:
-                rows.append(json.loads(line))
-            except (ValueError, RecursionError):
-                raise UserError(f"{path}: line {number} is not JSON: write one object per line") from None
-            places.append(number)
-    return _objects(path, rows, places, "line", wanted)
-
-
-def _json(path: Path, wanted: Wanted) -> Table:
-    try:
-        content = json.loads(_text(path))
-    except (ValueError, RecursionError) as error:
-        if getattr(error, "msg", "") == "Extra data":  # after a whole first object: there is one per line
-            return _json_lines(path, wanted)
-        raise UserError(f"{path} is not JSON: {_first_line(error)}: mend it, or get it again") from None
-    if isinstance(content, dict) and "data" in content:
-        content = content["data"]
-    elif isinstance(content, dict):
-        content = [content]  # one object on one line
-    require(isinstance(content, list), f"{path} is neither a list of objects nor one object per line: rewrite it")
-    if content and all(isinstance(article, dict) and "paragraphs" in article for article in content):
-        content = _squad_rows(path, content)
-    return _objects(path, content, list(range(1, len(content) + 1)), "row", wanted)
-
-
-def _squad_rows(path: Path, articles: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _squad_rows(path: Path, articles: list[dict[str, Any]]) -> list[tuple[str, Any]]:
     """One row per question of the nesting in which SQuAD itself is published."""
-    rows = []
+    rows: list[tuple[str, Any]] = []
     for number, article in enumerate(articles, start=1):
         try:
             for paragraph in article["paragraphs"]:
-                rows += [
-                    {
-                        "id": question["id"],
-                        "title": article.get("title", ""),
-                        "context": paragraph["context"],
-                        "question": question["question"],
-                        "answers": question["answers"],
-                    }
-                    for question in paragraph["qas"]
-                ]
+                shared = {"title": article.get("title", ""), "context": paragraph["context"]}
+                for question in paragraph["qas"]:
+                    own = {name: question[name] for name in ("id", "question", "answers")}
+                    rows.append((f"article {number}", shared | own))
         except (KeyError, TypeError) as error:
             raise UserError(
-                f"{path}: article {number} is not as in SQuAD's files ({_first_line(error)}): it needs paragraphs with "
+                f"{path}: article {number} is not as in SQuAD's files ({first_line(error)}): it needs paragraphs with "
                 f"context and qas, and these id, question and answers"
             ) from None
     return rows
-
-
-def _objects(path: Path, rows: list[Any], places: list[int], unit: str, wanted: Wanted) -> Table:
-    for row, place in zip(rows, places, strict=True):
-        where = f"{path}: {unit} {place}"
-        require(isinstance(row, dict), f"{where} is not an object with named fields: write {{...}}")
-        _present(where, list(row), wanted, "field")
-    names = [name for name in wanted if any(name in row for row in rows)]
-    return Table(str(path), {name: [row.get(name) for row in rows] for name in names}, places, unit)
-
-
-def _csv(path: Path, wanted: Wanted) -> Table:
-    reader = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
-    rows, places, line = [], [], 1
-    try:
-        for row in reader:
-            if row:
-                rows.append(row)
-                places.append(line)
-            line = reader.line_num + 1
-    except csv.Error as error:
-        raise UserError(
-            f"{path}: line {line} is damaged ({error}): close its quotation marks, or give the file as .jsonl"
-        ) from None
-    return _fields(path, rows, places, wanted)
-
-
-def _tsv(path: Path, wanted: Wanted) -> Table:
-    lines = [(number, line.removesuffix("\r")) for number, line in enumerate(_text(path).split("\n"), start=1)]
-    rows = [line.split("\t") for _, line in lines if line]
-    quoted = sum(any(cell[:1] == '"' == cell[-1:] and '""' in cell[1:-1] for cell in row) for row in rows)
-    notes: tuple[str, ...] = ()
-    if quoted:
-        notes = (
-            f"{path}: {quoted:,} of {len(rows) - 1:,} rows have fields in quotation marks, which tsv keeps as text: "
-            f"if they are not meant to be there, use .csv",
-        )
-    return _fields(path, rows, [number for number, line in lines if line], wanted, notes)
-
-
-def _fields(path: Path, rows: list[list[str]], places: list[int], wanted: Wanted, notes: tuple[str, ...] = ()) -> Table:
-    """Columns by the names in the first row."""
-    if not rows:
-        return Table(str(path), {}, [], "line")
-    header = [name.strip() for name in rows[0]]
-    names = _present(str(path), header, wanted, "column in its first line")
-    for name in names:
-        require(header.count(name) <= 1, f"{path}: the first line names column '{name}' twice: rename one")
-    for row, place in zip(rows, places, strict=True):
-        require(
-            len(row) == len(header),
-            f"{path}: line {place} has {len(row)} fields and the first line {len(header)}: mend or remove the line",
-        )
-    columns = {name: [row[header.index(name)] for row in rows[1:]] for name in names}
-    return Table(str(path), columns, places[1:], "line", notes=notes)
 
 
 def _present(where: str, names: Sequence[str], wanted: Wanted, what: str = "column") -> list[str]:
@@ -238,19 +142,6 @@ def _present(where: str, names: Sequence[str], wanted: Wanted, what: str = "colu
         if required and name not in names:
             raise UserError(f"{where} has no {what} '{name}', only {', '.join(names) or 'none'} {_COLUMN_REMEDY}")
     return [name for name in names if name in wanted]
-
-
-def _text(path: Path) -> str:
-    content = path.read_bytes()
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{path}: line {line} is not UTF-8: convert the file with iconv") from None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
 
 
 HUB = "hub"

@@ -60,8 +60,6 @@ class Task:
     """(split, examples) of the official data: other counts are noted, for such results do not compare."""
     may_be_empty: bool = False
     """One text of a pair may be empty: so it is in a few rows of the official QQP."""
-    text_bytes: int = 0
-    """Of an official example, roughly, for estimates of cost without the data."""
 
     @property
     def outputs(self) -> int:
@@ -89,7 +87,6 @@ def _task(
     title: str,
     columns: str,
     official: tuple[int, ...],
-    text_bytes: int,
     labels: str = "",
     metrics: tuple[str, ...] = ("accuracy",),
     validation: tuple[str, ...] = ("validation",),
@@ -106,35 +103,35 @@ def _task(
         "official": tuple(zip(("train", *validation), official, strict=True)),
     }
     fields |= more
-    return Task(name, title, metrics=metrics, validation=validation, text_bytes=text_bytes, **fields)
+    return Task(name, title, metrics=metrics, validation=validation, **fields)
 
 
 _BOTH, _HALVES = ("accuracy", "f1"), ("validation_matched", "validation_mismatched")
 _PAIR, _ENTAILMENT = "sentence1 sentence2", "entailment not_entailment"
 _ALL = (
     _task(
-        *("mnli", "MNLI", "premise hypothesis", (392702, 9815, 9832), 170, "entailment neutral contradiction"),
+        *("mnli", "MNLI", "premise hypothesis", (392702, 9815, 9832), "entailment neutral contradiction"),
         validation=_HALVES,
         group="large",
     ),
     _task(
-        *("qqp", "QQP", "question1 question2", (363846, 40430), 117, "not_duplicate duplicate", _BOTH),
+        *("qqp", "QQP", "question1 question2", (363846, 40430), "not_duplicate duplicate", _BOTH),
         group="large",
         may_be_empty=True,
     ),
-    _task("qnli", "QNLI", "question sentence", (104743, 5463), 218, _ENTAILMENT, group="large"),
-    _task("sst2", "SST-2", "sentence", (67349, 872), 54, "negative positive", group="large"),
-    _task("cola", "CoLA", "sentence", (8551, 1043), 41, "unacceptable acceptable", ("matthews", "accuracy")),
-    _task("rte", "RTE", _PAIR, (2490, 277), 330, _ENTAILMENT),
-    _task("mrpc", "MRPC", _PAIR, (3668, 408), 237, "not_equivalent equivalent", _BOTH),
+    _task("qnli", "QNLI", "question sentence", (104743, 5463), _ENTAILMENT, group="large"),
+    _task("sst2", "SST-2", "sentence", (67349, 872), "negative positive", group="large"),
+    _task("cola", "CoLA", "sentence", (8551, 1043), "unacceptable acceptable", ("matthews", "accuracy")),
+    _task("rte", "RTE", _PAIR, (2490, 277), _ENTAILMENT),
+    _task("mrpc", "MRPC", _PAIR, (3668, 408), "not_equivalent equivalent", _BOTH),
     _task(
-        *("stsb", "STS-B", _PAIR, (5749, 1500), 115),
+        *("stsb", "STS-B", _PAIR, (5749, 1500)),
         metrics=REGRESSION_METRICS,
         kind="regression",
         label_range=(0.0, 5.0),
     ),
     _task(
-        *("squad_v2", "SQuAD 2.0", "question context", (130319, 11873), 790),
+        *("squad_v2", "SQuAD 2.0", "question context", (130319, 11873)),
         metrics=SPAN_METRICS,
         kind="spans",
         label_column="answers",

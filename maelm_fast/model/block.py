@@ -62,11 +62,10 @@ class Attention(nn.Module):
         """x: (Tq, d). memory: (Tk, d), what is attended to; x itself if None. Returns (Tq, d)."""
         d = x.shape[-1]
         if memory is None:
-            q, k, v = unstack(ops.linear(x, self.qkv.weight, self.qkv.bias).view(-1, 3, *self.heads))
+            q, k, v = unstack(ops.linear(x, self.qkv.weight, self.qkv.bias), 3, *self.heads)
         else:
-            q = ops.linear(x, self.qkv.weight[:d], self.qkv.bias[:d]).view(-1, *self.heads)
-            projected = ops.linear(memory, self.qkv.weight[d:], self.qkv.bias[d:])
-            k, v = unstack(projected.view(-1, 2, *self.heads))
+            (q,) = unstack(ops.linear(x, self.qkv.weight[:d], self.qkv.bias[:d]), 1, *self.heads)
+            k, v = unstack(ops.linear(memory, self.qkv.weight[d:], self.qkv.bias[d:]), 2, *self.heads)
         mixed: Tensor = ops.attention(q, k, v, layout, bias, **dropout.arguments)
         out: Tensor = ops.linear(mixed.reshape(x.shape), self.out.weight, self.out.bias)
         return out

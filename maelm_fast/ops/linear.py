@@ -1,5 +1,8 @@
 """linear(): a linear layer, and what decides whether its products, or feed_forward()'s, run in compiled code.
 
+The Triton backend has no kernel: it is F.linear, whose bias's gradient is the sums that the kernel behind it made of
+its own gradient's rows (row_sums.py), if it made any.
+
 The native backend is bf16 on a CPU with AVX-512 BF16 (csrc/ops/bf16_products.h). It takes the parameters as they are,
 fp32 as a rule, and rounds them while it packs them, forward and backward: no copy of a parameter outlives a call, so
 none can be out of date. A parameter's gradient leaves it unrounded, in fp32.
@@ -16,6 +19,7 @@ from maelm_fast import native
 from maelm_fast.ops import dispatch
 from maelm_fast.ops.reference import linear as reference
 from maelm_fast.ops.registration import describe
+from maelm_fast.ops.row_sums import row_sums_of
 
 _FAST = native.has("linear", "cpu") and torch.ops.maelm_fast.fast_bf16_products()
 
@@ -24,18 +28,41 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: st
     """F.linear(x, weight, bias)
 
     x: (..., in). weight: (out, in). bias: (out,). Returns (..., out) in x's dtype; under autocast, as F.linear does, in
-    autocast's. The native backend does not round between product and bias.
+    autocast's. The native backend does not round between product and bias. The triton backend's gradient of the bias is
+    summed, and not rounded, in fp32.
 
-    backend: "native", "reference" or "auto". Raises UserError if the named one cannot run."""
+    backend: "triton", "native", "reference" or "auto". Raises UserError if the named one cannot run."""
     able = {
+        "triton": lambda: dispatch.triton_reasons(*(t for t in (x, weight, bias) if t is not None)),
         "native": lambda: native_reasons("linear", x, weight, bias),
         "reference": dispatch.always,
     }
-    if dispatch.pick("linear", backend, x.device, able) == "reference":
+    name = dispatch.pick("linear", backend, x.device, able)
+    if name == "triton" and bias is not None and not torch.compiler.is_compiling():
+        summed: Tensor = _Summed.apply(reference.linear(x, weight, bias.detach()), bias)
+        return summed
+    if name != "native":
         return reference.linear(x, weight, bias)
     rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
     out: Tensor = torch.ops.maelm_fast.linear_native_fwd(rows, weight, bias)
     return out.view(*x.shape[:-1], out.shape[-1])
+
+
+class _Summed(torch.autograd.Function):
+    """The result of a linear layer, (..., out), to which a bias, (out,), was added that autograd has not seen."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, bias: Tensor) -> Tensor:
+        ctx.dtype = bias.dtype
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not ctx.needs_input_grad[1]:
+            return grad, None
+        sums = row_sums_of(grad)
+        sums = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32) if sums is None else sums
+        return grad, sums.to(ctx.dtype)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

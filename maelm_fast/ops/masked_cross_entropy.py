@@ -2,8 +2,11 @@
 
 The gradients are made in the forward pass, where a chunk's logits exist: they are written over the logits, and two
 matrix products take them to the inputs. The whole (M, V) never exists, and the backward pass only scales. The chunk
-loop is one for all backends; what differs is who turns logits into gradients, a Triton kernel or plain PyTorch, and who
-multiplies: native is the chunked backend with linear()'s products.
+loop is one for all backends; what differs is who turns logits into gradients, a Triton kernel, compiled code or plain
+PyTorch, and who multiplies: native does it with linear()'s products.
+
+As long as native's logits are few it keeps them for the backward pass instead, which makes their gradient with its
+scale: the table's is then written once, and neither kept nor scaled.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from maelm_fast.ops.registration import custom_op, describe
 
 LOGITS_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
 """Logits that exist at once. Larger chunks add to the table's gradient less often; on a CPU fresh memory costs time."""
+KEPT_BYTES = 2 * LOGITS_BYTES["cpu"]
+"""Logits that native keeps from the forward pass to the backward pass: about what a table's gradient takes."""
 
 
 def masked_cross_entropy(
@@ -44,7 +49,7 @@ def masked_cross_entropy(
 
     Under autocast the products run in its dtype, as F.linear's do, but an fp32 table gets its gradient in fp32. At most
     256 MiB of logits exist at once on a GPU, 64 MiB on a CPU, and from the forward pass to the backward pass the
-    gradients, which include one fp32 table.
+    gradients, which include one fp32 table; instead of these the native backend keeps up to 128 MiB of logits.
 
     backend: "triton", "native" (bf16 on some CPUs), "chunked" (plain PyTorch, any device), "reference" or "auto".
     Raises UserError if the named one cannot run or the shapes do not fit together."""
@@ -61,13 +66,17 @@ def masked_cross_entropy(
         hidden.device,
         {
             "triton": lambda: dispatch.triton_reasons(hidden, table, bias),
-            "native": lambda: native_reasons("linear", hidden, table, bias),
+            "native": lambda: native_reasons("loss_rows", hidden, table, bias),
             "chunked": dispatch.always,
             "reference": dispatch.always,
         },
     )
     if name == "reference":
         return reference.masked_cross_entropy(hidden, table, bias, labels, vocab_size=vocab_size, z_loss=z_loss)
+    if name == "native" and rows * width * torch.bfloat16.itemsize <= KEPT_BYTES:
+        logits = torch.ops.maelm_fast.linear_native_fwd(hidden.to(torch.bfloat16), table, bias)
+        losses, hits, _ = torch.ops.maelm_fast.loss_rows_native_fwd(logits, labels, vocab_size, float(z_loss))
+        return losses.sum(), hits.sum()
     grad = torch.is_grad_enabled() and (hidden.requires_grad or table.requires_grad or bias.requires_grad)
     loss, correct, *_ = _forward(
         hidden, table, bias, labels, vocab_size, float(z_loss), compute_dtype(hidden), grad, name
@@ -171,15 +180,18 @@ def _forward(
         part = slice(start, min(rows, start + step))
         x = hidden[part]
         if native:
-            chunk = torch.ops.maelm_fast.linear_native_fwd(x, table, None)
+            chunk = torch.ops.maelm_fast.linear_native_fwd(x, table, bias)
+            losses, hits, lse = torch.ops.maelm_fast.loss_rows_native_fwd(chunk, labels[part], vocab_size, z_loss)
         else:
             chunk = torch.mm(x, table.t(), out=logits[: part.stop - start])
-        losses, hits = loss_rows_(chunk, bias, labels[part], vocab_size, z_loss, grad)
+            losses, hits = loss_rows_(chunk, bias, labels[part], vocab_size, z_loss, grad)
         loss += losses.sum()
         correct += hits.sum()
         if not grad:
             continue
         if native:
+            one = torch.ones_like(losses)
+            chunk = torch.ops.maelm_fast.loss_rows_native_bwd(one, chunk, labels[part], lse, vocab_size, z_loss)
             grad_hidden[part], of_table, of_bias = torch.ops.maelm_fast.linear_native_bwd(chunk, x, table, True, True)
             grad_table = of_table if start == 0 else grad_table.add_(of_table)
             grad_bias += of_bias
@@ -203,3 +215,23 @@ def _backward(ctx: Any, grad_loss: Tensor, *_: None) -> tuple[Tensor | None, ...
 
 
 describe("masked_cross_entropy_fwd", _fake, _setup_context, _backward)
+
+
+def _fake_rows(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows = logits.shape[0]
+    losses, lse = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    return losses, logits.new_empty(rows, dtype=torch.bool), lse
+
+
+def _keep_logits(ctx: Any, inputs: tuple[Tensor, Tensor, int, float], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    logits, labels, *ctx.numbers = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(logits, labels, output[2])
+
+
+def _logits_gradient(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor]:
+    return (torch.ops.maelm_fast.loss_rows_native_bwd(grad, *ctx.saved_tensors, *ctx.numbers),)
+
+
+describe("loss_rows_native_fwd", _fake_rows, _keep_logits, _logits_gradient)
+describe("loss_rows_native_bwd", lambda grad, logits, *_: torch.empty_like(logits))

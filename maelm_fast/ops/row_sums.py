@@ -14,7 +14,7 @@ _SUMS = "_maelm_row_sums"
 
 
 def keep_row_sums(gradient: Tensor, sums: Tensor) -> None:
-    """sums: gradient.sum(0), (d,) fp32."""
+    """sums: gradient.sum(0) in fp32. gradient: (T, ...)."""
     if not torch.compiler.is_compiling():
         setattr(gradient, _SUMS, (sums, gradient._version))
 

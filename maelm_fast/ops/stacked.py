@@ -1,8 +1,8 @@
 """Queries, keys and values of one projection, and their gradients in one tensor.
 
 autograd would copy three gradients into one. Where a kernel has written them side by side already, unstack's backward
-finds that and takes the tensor as it is. It looks at addresses, so only where PyTorch runs eagerly (CUDA graphs of that
-too); what torch.compile traces copies.
+finds that and takes the tensor as it is, and the sums of its rows (row_sums.py) where the kernel made them. It looks at
+addresses, so only where PyTorch runs eagerly (CUDA graphs of that too); what torch.compile traces copies.
 """
 
 from __future__ import annotations
@@ -12,24 +12,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maelm_fast.ops.row_sums import keep_row_sums, row_sums_of
 
-def unstack(x: Tensor) -> tuple[Tensor, ...]:
-    """x.unbind(1). x: (T, n, H, D)."""
+
+def unstack(x: Tensor, parts: int, heads: int, dim: int) -> tuple[Tensor, ...]:
+    """x.view(-1, parts, heads, dim).unbind(1). x: (T, parts * heads * dim)."""
     if torch.compiler.is_compiling():
-        return x.unbind(1)
-    apart: tuple[Tensor, ...] = _Unstack.apply(x)
+        return x.view(-1, parts, heads, dim).unbind(1)
+    apart: tuple[Tensor, ...] = _Unstack.apply(x, parts, heads, dim)
     return apart
 
 
 class _Unstack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
-        return x.unbind(1)
+    def forward(ctx: Any, x: Tensor, *shape: int) -> tuple[Tensor, ...]:
+        return x.view(-1, *shape).unbind(1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        whole = stack_of(*gradients)
-        return torch.stack(gradients, 1) if whole is None else whole
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        whole = gradients[0] if len(gradients) == 1 else stack_of(*gradients)
+        gradient = (torch.stack(gradients, 1) if whole is None else whole).flatten(1)
+        sums = [found.flatten() for found in map(row_sums_of, gradients) if found is not None]
+        if len(sums) == len(gradients):
+            keep_row_sums(gradient, torch.cat(sums))
+        return gradient, None, None, None
 
 
 def stack_of(*tensors: Tensor) -> Tensor | None:

@@ -97,36 +97,24 @@ class Prompting:
 Unit = FineTuning | Prompting
 
 
-@dataclass(frozen=True)
-class Size:
-    """Of a task, for estimates of cost."""
-
-    train: int
-    validation: int
-    """Examples of all validation splits."""
-    text_bytes: float
-    """Of an example, on average, in UTF-8."""
-
-
 Files = Mapping[str, Sequence[str]]
 """Of a task, the "train" and "validation" arguments of read_task that are needed: files not named after their split."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The tasks of an experiment that are at hand, in the order it wants them."""
+    """The tasks of an experiment that are at hand."""
 
     sources: tuple[str, ...]
-    """Directories, or hub; none of a plan made without data."""
-    tasks: tuple[Task, ...]
-    sizes: dict[str, Size]
-    left_out: dict[str, str] = field(default_factory=dict)
+    """Directories, or hub."""
+    left_out: dict[str, str]
     """Task -> why it is not there."""
-    data: dict[str, TaskData] = field(default_factory=dict, compare=False, repr=False)
-    """Empty for a plan made without data, of official sizes."""
+    data: dict[str, TaskData] = field(compare=False, repr=False)
+    """In the order in which the experiment wants them."""
 
-    def fingerprint(self, task: str) -> str:
-        return self.data[task].fingerprint if self.data else ""
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        return tuple(of.task for of in self.data.values())
 
 
 def find_tasks(
@@ -164,25 +152,7 @@ def find_tasks(
     if not data:
         shown = " ".join(sources)
         raise UserError(f"--tasks {shown}: none of {', '.join(names)} can be read; {names[0]}: {left_out[names[0]]}")
-    sizes = {name: _size(found) for name, found in data.items()}
-    return Found(tuple(sources), tuple(found.task for found in data.values()), sizes, left_out, data)
-
-
-def assumed_tasks(names: Sequence[str], amount: Downstream) -> Found:
-    """All of these tasks in their official sizes, for a plan that is only shown."""
-    found, sizes = tuple(map(tasks.get, names)), {}
-    for task in found:
-        train, *validation = (examples for _, examples in task.official)
-        train_limit, limit = amount.limits(task)
-        tested = sum(min(examples, limit or examples) for examples in validation)
-        sizes[task.name] = Size(min(train, train_limit or train), tested, task.text_bytes)
-    return Found((), found, sizes)
-
-
-def _size(data: TaskData) -> Size:
-    splits = list(data.splits.values())
-    count = sum(len(text.encode()) for split in splits for column in split.texts for text in column)
-    return Size(len(data.train), sum(map(len, splits[1:])), count / sum(map(len, splits)))
+    return Found(tuple(sources), left_out, data)
 
 
 def finetunings(
@@ -193,7 +163,7 @@ def finetunings(
     return [
         FineTuning(
             task.name,
-            found.fingerprint(task.name),
+            found.data[task.name].fingerprint,
             step,
             cell.number,
             replace(cell.config, seed=seed),
@@ -208,7 +178,7 @@ def finetunings(
 
 def promptings(found: Found, amount: Downstream, step: int) -> list[Prompting]:
     return [
-        Prompting(task.name, found.fingerprint(task.name), step, mode, seed, amount.few)
+        Prompting(task.name, found.data[task.name].fingerprint, step, mode, seed, amount.few)
         for task in found.tasks
         for mode in MODES
         for seed in ((None,) if mode == "zero-shot" else SPLIT_SEEDS[: amount.draws])

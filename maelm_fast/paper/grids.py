@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
-import yaml
 
 from maelm_fast.config import require
+from maelm_fast.data.files import read_yaml
 from maelm_fast.data.order import permutation
 from maelm_fast.errors import UserError, unknown
 from maelm_fast.finetuning.config import FinetuneConfig
@@ -155,12 +155,7 @@ def get(name_or_file: str) -> Grid:
 def read(path: Path) -> Grid:
     """A grid from YAML: `field: [values]`, or `field: value`, over FinetuneConfig's fields; and sections of the same
     under the name of a task, of a group (small, large, squad) or "custom". Raises UserError."""
-    try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from None
+    data = read_yaml(path)
     require(
         isinstance(data, dict) and bool(data), f"{path}: a grid is a mapping of fields to values, as 'lr: [1e-5, 2e-5]'"
     )
@@ -177,17 +172,6 @@ def read(path: Path) -> Grid:
     )
 
 
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, of which it would silently drop the first."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"'{key}' is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
 def _values(data: dict[Any, Any], where: str) -> dict[str, tuple[Any, ...]]:
     hints = get_type_hints(FinetuneConfig)
     result = {}
@@ -201,20 +185,16 @@ def _values(data: dict[Any, Any], where: str) -> dict[str, tuple[Any, ...]]:
         typed = tuple(_typed(name, one, hints[name], where) for one in values)
         for one in typed:
             require(typed.count(one) == 1, f"{where}: {name} has the value {one} twice: every cell runs once")
-            _allowed(name, one, where)
+            try:
+                FinetuneConfig(**{name: one})
+            except UserError as error:
+                raise UserError(f"{where}: {error}") from None
         require(
             name != "precision" or len(typed) == 1,
             f"{where}: precision takes one value: it is not searched over, for it does not tell one run from another",
         )
         result[name] = typed
     return result
-
-
-def _allowed(name: str, value: Any, where: str) -> None:
-    try:
-        FinetuneConfig(**{name: value})
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
 
 
 def _typed(name: str, value: Any, hint: Any, where: str) -> Any:

@@ -8,11 +8,11 @@ from typing import Any
 
 from maelm_fast import presets
 from maelm_fast.data.token_store import Manifest
+from maelm_fast.finetuning.report import task_table
 from maelm_fast.finetuning.tables import listed
-from maelm_fast.finetuning.tasks import Task
 from maelm_fast.paper.plan import differences
 from maelm_fast.paper.results import Results
-from maelm_fast.reporting import NONE, short_number, table
+from maelm_fast.reporting import short_number, table
 
 
 def missing(results: Results) -> list[str]:
@@ -118,34 +118,12 @@ def runs(results: Results, run_names: dict[str, str]) -> list[str]:
 
 
 def tasks(results: Results) -> list[str]:
-    """What was trained and tested on, with all that was left out, cut or not official."""
-    found = results.plan.found
-    if found is None:
-        return []
-    rows, notes = [], []
-    for task in found.tasks:
-        of = found.data[task.name]
-        validation = ", ".join(f"{name}: {len(split):,}" for name, split in of.validation.items())
-        # of each file its folder alone: the rest of its path says where it was on one machine
-        files = ", ".join("/".join(file.split("/")[-2:]) for file in of.train.source.split(", "))
-        about = [f"{len(of.train):,}", validation, task.metric, _cut(results, task), files]
-        rows.append([task.title, *about, found.fingerprint(task.name)])
-        notes += [f"- {task.title}: {note}" for note in of.notes]
-    header = ["task", "training examples", "validation examples", "metric", "inputs cut", "from", "fingerprint"]
-    return [*table(header, rows), *notes, *([""] if notes else [])]
-
-
-def _cut(results: Results, task: Task) -> str:
-    """Of the training inputs of one run: all runs of a plan cut alike unless their models differ in length."""
-    for cell in results.plan.cells:
-        for unit in cell.units:
-            result: dict[str, Any] | None = results.stage(cell, unit.stage) if unit.task == task.name else None
-            if result is not None:
-                counts = result.get("truncation") or result.get("test_truncation") or {}
-                parts = {name: part for name, part in counts.items() if isinstance(part, dict) and part.get("inputs")}
-                cuts = [f"{name}: {part['cut']:,} of {part['inputs']:,}" for name, part in parts.items()]
-                return ", ".join(cuts) or NONE
-    return NONE
+    """All runs of a plan cut alike, unless their models differ in length."""
+    found, truncation = results.plan.found, dict[str, dict[str, Any]]()
+    for unit, stage in ((unit, results.stage(cell, unit.stage)) for cell in results.plan.cells for unit in cell.units):
+        if stage is not None:
+            truncation.setdefault(unit.task, stage.get("truncation") or stage.get("test_truncation") or {})
+    return task_table(found.data.values(), truncation) if found is not None else []
 
 
 def data(manifests: dict[str, Manifest]) -> list[str]:

@@ -140,7 +140,7 @@ class Results:
     def _baselines(self) -> Iterator[dict[str, Any]]:
         for task in self.plan.tasks:
             assert self.plan.found is not None
-            row = self._found.get((task.name, BASELINES, self.plan.found.fingerprint(task.name)), {})
+            row = self._found.get((task.name, BASELINES, self.plan.found.data[task.name].fingerprint), {})
             for split, found in row.get("result", {}).items():
                 for name, metrics in found.items():
                     yield from measured({"model": name, "kind": "baseline", "task": task.name}, {split: metrics})

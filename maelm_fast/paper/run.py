@@ -223,7 +223,7 @@ def _template(task: Task, run: RunDir, unit: Prompting) -> Template:
     for words in label_words(task.name):
         template = template_for(task, words=words)
         with contextlib.suppress(UserError):
-            label_ids(tokenizer, template, len(task.text_columns))
+            label_ids(tokenizer, template)
             return template
     return template_for(task)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,7 @@ from maelm_fast.paper.grids import Cell, Grid
 from maelm_fast.paper.trials import Trials, require_labels
 from maelm_fast.stop import StopSignals
 from maelm_fast.training.rundir import RunDir
-from maelm_fast.work import Identity, Ledger, Unit, Worker, work
+from maelm_fast.work import Identity, Unit, Worker, work
 
 STAGE = "finetuning"
 
@@ -106,63 +106,33 @@ def make_sweep(
     return Sweep(grid, tuple(models), tuple(tasks), cells, seeds)
 
 
-@dataclass(frozen=True)
-class Done:
-    """What the ledger says of a sweep's runs."""
-
-    results: dict[str, dict[str, Any]]
-    """Run key -> Result.to_dict() of a finished run, with "seconds_in_all": loading and tokenising counted."""
-    errors: dict[str, str]
-    """Run key -> why it failed when it was last tried; not of runs that were finished since."""
-
-    def unfinished(self, sweep: Sweep) -> list[Run]:
-        return [run for run in sweep.runs if run.key not in self.results]
+Finished = Mapping[Identity, dict[str, Any]]
+"""Of finished runs, by identity: Result.to_dict(), with "seconds_in_all": loading and tokenising counted."""
 
 
-def read_done(out: Path) -> Done:
-    results, errors = Ledger(out).ended()
-    return Done(
-        {key: result for (key, *_), result in results.items()}, {key: said for (key, *_), said in errors.items()}
-    )
-
-
-def estimate(sweep: Sweep, done: Done) -> tuple[float, int]:
-    """(seconds for the unfinished runs in one process, how many of them cannot be estimated).
-
-    By the seconds per epoch of finished runs of the same model and task, of the same batch size if there are any."""
-    rates: dict[tuple[Any, ...], list[float]] = {}
+def estimate(sweep: Sweep, finished: Finished) -> tuple[float, int]:
+    """(seconds for the unfinished runs in one process, how many of them cannot be estimated), by the seconds per epoch
+    of finished runs of the same model and task."""
+    rates: dict[tuple[Origin, str], list[float]] = {}
     for run in sweep.runs:
-        if (result := done.results.get(run.key)) is not None:
-            same = (run.model, run.data.task.name)
-            for kind in (same, (*same, run.config.batch_size)):
-                rates.setdefault(kind, []).append(result["seconds_in_all"] / run.config.epochs)
-    seconds, unknown = 0.0, 0
-    for run in done.unfinished(sweep):
-        same = (run.model, run.data.task.name)
-        known = rates.get((*same, run.config.batch_size)) or rates.get(same)
-        seconds += statistics.median(known) * run.config.epochs if known else 0.0
-        unknown += not known
-    return seconds, unknown
+        if (result := finished.get(run.identity)) is not None:
+            rates.setdefault((run.model, run.data.task.name), []).append(result["seconds_in_all"] / run.config.epochs)
+    left = [((run.model, run.data.task.name), run.config.epochs) for run in sweep.runs if run.identity not in finished]
+    known = [statistics.median(rates[kind]) * epochs for kind, epochs in left if kind in rates]
+    return sum(known), len(left) - len(known)
 
 
-AfterRun = Callable[[Sweep, Path], None]
-
-
-def run_sweep(sweep: Sweep, out: Path, workers: int = 1, after_run: AfterRun | None = None) -> None:
+def run_sweep(sweep: Sweep, out: Path, workers: int = 1) -> None:
     """Works until no run is left undone or untried since now, in this process or in `workers` processes of its own.
 
-    after_run: called with `sweep` and `out` after each run, whichever process it ran in; must be a module's function.
     Failed runs are recorded and do not stop the others. Raises Stopped after SIGTERM or SIGINT, UserError if a worker
     died."""
     gpus = sweep.runs[0].config.device != "cpu"
-    work(sweep.runs, _Worker(sweep, out, after_run, Trials(out)), out, processes=workers, gpus=gpus)
+    work(sweep.runs, _Worker(Trials(out)), out, processes=workers, gpus=gpus)
 
 
 @dataclass
 class _Worker(Worker[Run]):
-    sweep: Sweep
-    out: Path
-    after_run: AfterRun | None
     trials: Trials
 
     def do(self, run: Run, stop: StopSignals) -> dict[str, Any]:
@@ -173,11 +143,8 @@ class _Worker(Worker[Run]):
         return {**result.to_dict(), "seconds_in_all": max(time.perf_counter() - start, result.seconds)}
 
     def after(self, run: Run, row: dict[str, Any]) -> str:
-        if "result" in row:
-            self.trials.finished(run.key)
-        if self.after_run is not None:
-            self.after_run(self.sweep, self.out)
         if "error" in row:
             return ""
+        self.trials.finished(run.key)
         result = row["result"]
         return f"{result['metric']} {result['best']:.1f}, {result['seconds_in_all']:.0f} s"

@@ -7,24 +7,26 @@ its first validation split; on a tie the earlier in the grid (scores.best_cells)
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from maelm_fast.data.files import writing
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import TaskData
 from maelm_fast.finetuning.fingerprint import Origin, deciding
-from maelm_fast.finetuning.tasks import TASKS, Task
+from maelm_fast.finetuning.report import task_table
+from maelm_fast.finetuning.tasks import TASKS
 from maelm_fast.paper.catalogue import GLUE
 from maelm_fast.paper.grids import Cell, shown
 from maelm_fast.paper.scores import AVERAGE, averages, best_cells, columns, filled, own_scores
-from maelm_fast.paper.sweep import Done, Sweep, read_done
+from maelm_fast.paper.sweep import Finished, Sweep
 from maelm_fast.reporting import (
     NONE,
-    RESULTS,
     figure_of,
     frame,
     grid,
@@ -34,7 +36,6 @@ from maelm_fast.reporting import (
     number,
     over_seeds,
     per_group,
-    require_matplotlib,
     save,
     table,
     where,
@@ -42,7 +43,7 @@ from maelm_fast.reporting import (
     write_results,
 )
 from maelm_fast.training.files import write_text
-from maelm_fast.work import lock
+from maelm_fast.work import Identity, Ledger, lock
 
 REPORT, PICTURE = "SWEEP.md", "sweep.png"
 LAST = "last"
@@ -59,32 +60,31 @@ def write_tables(
     printed: Sequence[PrintedRow] = (),
     baselines: Mapping[str, Mapping[str, Any]] | None = None,
     data_options: Mapping[str, str] | None = None,
-) -> None:
-    """SWEEP.md and results.csv of what is finished; each file is replaced in one step.
+) -> str:
+    """SWEEP.md and results.csv of what is finished; each file is replaced in one step. Returns the table of results.
 
     printed: rows of a published table to stand beside ours. baselines: by task, then name, the metrics of predictions
     without a model. data_options: by task, those of `maelm-fast finetune`, for the commands that the
     report gives.
 
     Raises UserError if they cannot be written."""
-    with lock(out / "locks" / "report.lock", wait=True):
-        done = read_done(out)
-        rows = results(sweep, done)
-        try:
-            write_results(out, rows)
-            text = "\n".join(_report(sweep, rows, done, printed, baselines or {}, data_options or {}))
-            write_text(out / REPORT, text.rstrip() + "\n")
-        except OSError as error:
-            raise UserError(f"cannot write in {out}: {error.strerror}; the same command resumes") from None
+    with lock(out / "locks" / "report.lock", wait=True), writing(out, "the same command resumes"):
+        finished, failed = Ledger(out).ended()
+        rows = results(sweep, finished, failed)
+        write_results(out, rows)
+        table = _paper_table(sweep, where(rows, status="finished", best=True), printed, baselines or {})
+        text = "\n".join(_report(sweep, rows, finished, failed, table, data_options or {}))
+        write_text(out / REPORT, text.rstrip() + "\n")
+    return "\n".join(table).strip()
 
 
-def results(sweep: Sweep, done: Done) -> Any:
+def results(sweep: Sweep, finished: Finished, failed: Mapping[Identity, str]) -> Any:
     """A row for every metric of every finished run at its best evaluation, and one for every other run. Columns: model,
     its path and step; task, cell of the grid and all its fields; seed; status, error; best: whether the cell is the
     best one; split, metric, value."""
     rows: list[dict[str, Any]] = []
     for run in sweep.runs:
-        result, error, task = done.results.get(run.key), done.errors.get(run.key), run.data.task
+        result, error, task = finished.get(run.identity), failed.get(run.identity), run.data.task
         status = "finished" if result else "failed" if error else "unfinished"
         about = {
             "model": run.model.label,
@@ -114,60 +114,42 @@ def results(sweep: Sweep, done: Done) -> Any:
 def _report(
     sweep: Sweep,
     rows: Any,
-    done: Done,
-    printed: Sequence[PrintedRow],
-    baselines: Mapping[str, Mapping[str, Any]],
+    finished: Finished,
+    failed: Mapping[Identity, str],
+    table: list[str],
     data_options: Mapping[str, str],
 ) -> list[str]:
     """SWEEP.md."""
-    left, failed = len(done.unfinished(sweep)), [run for run in sweep.runs if run.key in done.errors]
-    finished = f"{len(sweep.runs) - left} finished, {len(failed)} failed, {left - len(failed)} to do"
-    lines = ["# Fine-tuning sweep", ""]
-    lines += [
-        f"Grid {sweep.grid.name} ({sweep.grid.about}), {sweep.seeds} seeds. {len(sweep.runs)} runs: {finished}.",
-        "",
-    ]
+    left = sum(run.identity not in finished for run in sweep.runs)
+    faults = [f"- {run.title}: {failed[run.identity]}" for run in sweep.runs if run.identity in failed]
+    state = f"{len(sweep.runs) - left} finished, {len(faults)} failed, {left - len(faults)} to do"
+    grid = f"Grid {sweep.grid.name} ({sweep.grid.about}), {sweep.seeds} seeds. {len(sweep.runs)} runs: {state}."
+    lines = ["# Fine-tuning sweep", "", grid, ""]
     if left:
         lines += ["**Not all runs are finished: best cells and medians are provisional.**", ""]
     tried = {data.task: (len(sweep.cells[data.task.name]), sweep.grid.size(data.task)) for data in sweep.tasks}
     if parts := [f"{task.title} {cells} of {size}" for task, (cells, size) in tried.items() if cells < size]:
         subset = "a fixed pseudo-random subset of each task's cells (--budget)"
         lines += [f"**Not the whole search: {subset}: {', '.join(parts)}.**", ""]
-    best = where(rows, status="finished", best=True)
-    lines += ["## Results", "", *_paper_table(sweep, where(rows, status="finished"), best, printed, baselines)]
-    cells = {(model, task): cell for model, task, cell in zip(best["model"], best["task"], best["cell"], strict=True)}
-    found = [
-        (model, data, next(cell for cell in sweep.cells[data.task.name] if cell.number == number))
-        for data in sweep.tasks
-        for model in sweep.models
-        if (number := cells.get((model.label, data.task.name))) is not None
-    ]
-    lines += ["## Best cells", "", *_best_table(sweep, best, found)]
-    if found:
-        intro = "With the model, its predictions, learning curves and effective ranks, a best cell again:"
-        places = (data_options.get(data.task.name, "--data DIR") for _, data, _ in found)
-        commands = (_command(sweep, *one, place) for one, place in zip(found, places, strict=True))
-        lines += [intro, "", "```", *commands, "```", ""]
-    if failed:
-        lines += ["## Failed runs", "", "The same command tries them again.", ""]
-        lines += [f"- {run.title}: {done.errors[run.key]}" for run in failed[:20]]
-        lines += [f"- and {len(failed) - 20} more: see the errors in {RESULTS}", ""] if len(failed) > 20 else [""]
-    return [*lines, "## Models and data", "", *_sources(sweep), *_cut(sweep, done)]
+    lines += ["## Results", "", *table, "## Best cells", "", *_best_cells(sweep, rows, data_options)]
+    if faults:
+        lines += ["## Failed runs", "", "The same command tries them again.", "", *faults[:20], ""]
+    truncation = {
+        run.data.task.name: finished[run.identity]["truncation"] for run in sweep.runs if run.identity in finished
+    }
+    return [*lines, "## Models and data", "", *_models(sweep), *task_table(sweep.tasks, truncation)]
 
 
 def _paper_table(
-    sweep: Sweep, rows: Any, best: Any, printed: Sequence[PrintedRow], baselines: Mapping[str, Mapping[str, Any]]
+    sweep: Sweep, best: Any, printed: Sequence[PrintedRow], baselines: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    """Per model the medians, then how much was done; the published rows first, baselines last."""
+    """Per model the medians; the published rows first, baselines last."""
     tasks, labels = [data.task for data in sweep.tasks], [model.label for model in sweep.models]
     layout = columns(tasks)
     mean = averages(best, {name: TASKS[name].metric for name in GLUE})
-    found = filled(best, layout, labels, over_seeds, mean)
     body = [[name, *(cells.get(column.header, NONE) for column in layout)] for name, cells in printed]
-    for label, cells in zip(labels, found, strict=True):
-        body += [[f"**{label}**", *cells], ["seeds; cells"]]
-        for column in layout:
-            body[-1].append(_effort(sweep, where(rows, model=label), column.task) if column.task else "")
+    for label, cells in zip(labels, filled(best, layout, labels, over_seeds, mean), strict=True):
+        body.append([f"**{label}**", *cells])
     for name in dict.fromkeys(name for by_name in baselines.values() for name in by_name):
         floors = [baselines.get(c.task.name, {}).get(name, {}).get(c.metric) if c.task else None for c in layout]
         body.append([f"no model: {name}", *map(number, floors)])
@@ -183,35 +165,30 @@ def _paper_table(
         also = f"; with the fixed threshold EM/F1 are: {', '.join(parts)}" if parts else ""
         notes.append(f"SQuAD EM and F1: each with the no-answer threshold that is best on the development set{also}.")
     if AVERAGE in (column.header for column in layout):
-        notes.append("AVG: over GLUE's eight tasks, MNLI as the mean of its two splits.")
-        there = set(zip(rows["model"], rows["task"], strict=True))
-        missing = {label: [name for name in GLUE if (label, name) not in there] for label in labels}
-        notes += [f"{label}: no AVG, there is no result for {', '.join(m)}." for label, m in missing.items() if m]
+        notes.append("AVG: over GLUE's eight tasks, only if all are there; MNLI as the mean of its two splits.")
     return table(["model", *(column.header for column in layout)], body) + [x for note in notes for x in (note, "")]
 
 
-def _effort(sweep: Sweep, rows: Any, task: Task) -> str:
-    """Of one model's finished rows: seeds of the best cell, and cells."""
-    seeds, cells = own_scores(where(rows, best=True), task), where(rows, task=task.name)["cell"].nunique()
-    return f"{len(seeds)} of {sweep.seeds}; {cells} of {sweep.grid.size(task)}"
-
-
-def _best_table(sweep: Sweep, best: Any, found: Sequence[tuple[Origin, TaskData, Cell]]) -> list[str]:
-    rows = []
-    for model, data, cell in found:
-        task = data.task
-        values = per_group(where(best, model=model.label, task=task.name, split=task.validation[0]), "metric")
-        others = [metric for metric in task.metrics if metric != task.metric and metric in values]
-        also = ", ".join(f"{metric} {number(statistics.median(values[metric]))}" for metric in others)
-        score, last = f"{task.metric} {over_seeds(values[task.metric])}", over_seeds(values[LAST])
-        seeds = f"{len(values[task.metric])} of {sweep.seeds}"
-        rows.append([task.title, model.label, str(cell.number), cell.title, score, seeds, last, also or NONE])
-    header = ["task", "model", "cell", "values", "median [lowest, highest]", "seeds", "last evaluation", "also"]
-    return table(header, rows)
+def _best_cells(sweep: Sweep, rows: Any, data_options: Mapping[str, str]) -> list[str]:
+    """How good, of how many seeds and cells, and the command that gives the model itself, which a sweep keeps not."""
+    body, commands = [], []
+    done = where(rows, status="finished")
+    for data, model in itertools.product(sweep.tasks, sweep.models):
+        task, mine = data.task, where(done, model=model.label, task=data.task.name, split=data.task.validation[0])
+        best, cells = where(mine, best=True), {cell.number: cell for cell in sweep.cells[task.name]}
+        if len(best):
+            values, cell = per_group(best, "metric"), cells[best["cell"].iloc[0]]
+            score, last = f"{task.metric} {over_seeds(values[task.metric])}", over_seeds(values[LAST])
+            seeds = f"{len(values[task.metric])} of {sweep.seeds}"
+            tried = f"{mine['cell'].nunique()} of {sweep.grid.size(task)}"
+            body.append([task.title, model.label, f"{cell.number}: {cell.title}", score, seeds, tried, last])
+            commands.append(_command(sweep, model, data, cell, data_options.get(task.name, "--data DIR")))
+    header = ["task", "model", "best cell", "median [lowest, highest]", "seeds", "cells tried", "last evaluation"]
+    again = "With the model, its predictions, learning curves and effective ranks, a best cell again:"
+    return [*table(header, body), *([again, "", "```", *commands, "```", ""] if commands else [])]
 
 
 def _command(sweep: Sweep, model: Origin, data: TaskData, cell: Cell, place: str) -> str:
-    """How to have the model itself, which a sweep does not keep."""
     words = ["maelm-fast finetune", *([data.task.name] if data.task.name in TASKS else [])]
     words += ["--model", shlex.quote(model.path)]
     words += ["--step", str(model.step)] if model.step is not None else []
@@ -224,35 +201,12 @@ def _command(sweep: Sweep, model: Origin, data: TaskData, cell: Cell, place: str
     return " ".join([*words, "--seeds", str(sweep.seeds), place])
 
 
-def _sources(sweep: Sweep) -> list[str]:
+def _models(sweep: Sweep) -> list[str]:
     weights = {True: "random", False: "pretrained"}
-    models = (
-        [model.label, model.path, number(model.step, 0), weights[model.random_init], model.fingerprint]
-        for model in sweep.models
+    header = ["model", "directory", "checkpoint", "weights", "fingerprint"]
+    return table(
+        header, ([m.label, m.path, number(m.step, 0), weights[m.random_init], m.fingerprint] for m in sweep.models)
     )
-    lines, rows = table(["model", "directory", "checkpoint", "weights", "fingerprint"], models), []
-    for data in sweep.tasks:
-        validation = ", ".join(f"{name} {len(split):,}" for name, split in data.validation.items())
-        rows.append([data.task.title, data.train.source, f"{len(data.train):,}", validation, data.fingerprint])
-    lines += table(["task", "training examples from", "training", "validation", "fingerprint"], rows)
-    return lines + [f"- {data.task.title}: {note}" for data in sweep.tasks for note in data.notes]
-
-
-def _cut(sweep: Sweep, done: Done) -> list[str]:
-    """How many inputs were cut, as the runs recorded it: once for each tokenisation."""
-    models: dict[str, dict[str, None]] = {}
-    for run in sweep.runs:
-        truncation, task = done.results.get(run.key, {}).get("truncation", {}), run.data.task
-        parts = {name: part for name, part in truncation.items() if isinstance(part, dict) and "inputs" in part}
-        told = ", ".join(f"{name} {part['cut']:,} of {part['inputs']:,}" for name, part in parts.items() if part["cut"])
-        if told:
-            longest = truncation.get("max_length", run.config.max_length)
-            what = (
-                f"questions cut to {run.config.question_length}" if task.kind == "spans" else f"inputs cut to {longest}"
-            )
-            models.setdefault(f"- {task.title}: {what} tokens: {told}", {})[run.model.label] = None
-    everyone = len(sweep.models)
-    return [line if len(labels) == everyone else f"{line} ({', '.join(labels)})" for line, labels in models.items()]
 
 
 def draw(sweep: Sweep, out: Path) -> None:
@@ -260,16 +214,15 @@ def draw(sweep: Sweep, out: Path) -> None:
     line joins the best cells of a model, with their seeds and bars from the lowest to the highest.
 
     Raises UserError if matplotlib is not installed or nothing is finished."""
-    require_matplotlib()
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    rows = where(results(sweep, read_done(out)), status="finished")
+    rows = where(results(sweep, *Ledger(out).ended()), status="finished")
     panels = [data for data in sweep.tasks if data.task.name in set(rows["task"])]
     if not panels:
         raise UserError("nothing to draw: no run is finished")
     wide = min(len(panels), 3)
     tall = -(-len(panels) // wide)
     figure = figure_of(1.0 + 4.2 * wide, 0.9 + 3.6 * tall)
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
     axes = figure.subplots(tall, wide, squeeze=False).ravel()
     for axis in axes[len(panels) :]:
         axis.remove()

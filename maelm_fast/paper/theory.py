@@ -48,11 +48,11 @@ from maelm_fast.analysis.effective_rank import TAU, run_batches, saw_mask
 from maelm_fast.analysis.inputs import from_encoder, gram_matrices
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import require
+from maelm_fast.data.files import writing
 from maelm_fast.data.token_store import TokenStore
-from maelm_fast.errors import UserError
 from maelm_fast.model.block import Attention
 from maelm_fast.model.maelm import MaeLm
-from maelm_fast.reporting import figure_of, layer_axis, legend_below, look, require_matplotlib, save
+from maelm_fast.reporting import figure_of, layer_axis, legend_below, look, save
 from maelm_fast.training.files import write_json
 from maelm_fast.training.gram import GramMatrix, rank_at
 from maelm_fast.training.live import evaluating
@@ -100,39 +100,29 @@ def combine(real: Tensor, mask: Tensor) -> Combination:
     return Combination(weights, float(missing))
 
 
-class Step(NamedTuple):
-    """One attention layer. Norms are of R' to the proof's h'; bounds are right-hand sides. spread: the range of a
-    row of scores' i-dependent part, which the printed proof needs to stay below 1.2564."""
+class Bound(NamedTuple):
+    """One attention layer: ||R'||_{1,inf} and what it is bounded by, and norms of R' to the proof's h'. spread: the
+    range of a row of scores' i-dependent part, which the printed proof needs to stay below 1.2564."""
 
-    real: Tensor
-    mask: Tensor
+    residual: float
+    """To the median or to the proof's h', whichever is smaller."""
+    printed: float
+    """4 epsilon ||R||_{1,inf}^3."""
+    corrected: float
+    u: float
+    misfit: float
+    spread: float
     norm_1: float
     norm_inf: float
     bound_9: float
     bound_10: float
     gamma: float
     """min(n, d/4): what (9) has to be multiplied by."""
-    u: float
-    misfit: float
-    spread: float
-
-    @property
-    def residual(self) -> float:
-        """||R'||_{1,inf}, to the median or to the proof's h', whichever is smaller."""
-        return min(math.sqrt(self.norm_1 * self.norm_inf), composite_norm(residual(self.real)))
-
-    @property
-    def printed(self) -> float:
-        """4 epsilon ||R||_{1,inf}^3."""
-        return math.sqrt(self.bound_9 * self.bound_10)
-
-    @property
-    def corrected(self) -> float:
-        return math.sqrt(self.gamma) * self.printed
 
 
-def attention_step(real: Tensor, mask: Tensor, w_qk: Tensor, w_vo: Tensor) -> Step:
-    """real: (n, d), mask: (m, d), w_qk: (d, d) with the 1/sqrt in it, w_vo: (d, d)."""
+def attention_step(real: Tensor, mask: Tensor, w_qk: Tensor, w_vo: Tensor) -> tuple[Tensor, Tensor, Bound]:
+    """(real rows after the layer, [MASK] rows, the bounds). real: (n, d), mask: (m, d), w_qk: (d, d) with the 1/sqrt in
+    it, w_vo: (d, d)."""
     n, d = real.shape
     hidden = torch.cat([real, mask])
     r = residual(real)
@@ -147,29 +137,33 @@ def attention_step(real: Tensor, mask: Tensor, w_qk: Tensor, w_vo: Tensor) -> St
     out = torch.softmax(hidden @ w_qk @ hidden.T, dim=1) @ hidden @ w_vo
     after = out[:n] - (average @ r + h) @ w_vo
     scale = 4.0 * norm_1(w_qk) * factor * norm_1(r) * norm_inf(r)
-    return Step(
-        real=out[:n],
-        mask=out[n:],
-        norm_1=norm_1(after),
-        norm_inf=norm_inf(after),
-        bound_9=scale * norm_1(w_vo) * norm_1(r),
-        bound_10=scale * norm_inf(w_vo) * norm_inf(r),
-        gamma=min(n, d / 4),
+    bound_9, bound_10 = scale * norm_1(w_vo) * norm_1(r), scale * norm_inf(w_vo) * norm_inf(r)
+    gamma, printed = min(n, d / 4), math.sqrt(bound_9 * bound_10)
+    bound = Bound(
+        residual=min(composite_norm(after), composite_norm(residual(out[:n]))),
+        printed=printed,
+        corrected=math.sqrt(gamma) * printed,
         u=u,
         misfit=misfit,
         spread=float((dependent.max(1).values - dependent.min(1).values).max()),
+        norm_1=norm_1(after),
+        norm_inf=norm_inf(after),
+        bound_9=bound_9,
+        bound_10=bound_10,
+        gamma=gamma,
     )
+    return out[:n], out[n:], bound
 
 
-def attention_stack(real: Tensor, mask: Tensor, weights: Iterable[tuple[Tensor, Tensor]]) -> list[Step]:
+def attention_stack(real: Tensor, mask: Tensor, weights: Iterable[tuple[Tensor, Tensor]]) -> list[Bound]:
     """Layer after layer, until the residual is rounding."""
-    steps = []
+    bounds: list[Bound] = []
     for w_qk, w_vo in weights:
         if composite_norm(residual(real)) < ROUNDING * composite_norm(real):
             break
-        steps.append(attention_step(real, mask, w_qk, w_vo))
-        real, mask = steps[-1].real, steps[-1].mask
-    return steps
+        real, mask, bound = attention_step(real, mask, w_qk, w_vo)
+        bounds.append(bound)
+    return bounds
 
 
 def head_weights(model: MaeLm, head: int) -> list[tuple[Tensor, Tensor]]:
@@ -205,18 +199,6 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Bound:
-    """One layer of the attention-only stack: ||R'||_{1,inf} and what it is bounded by."""
-
-    residual: float
-    printed: float
-    corrected: float
-    u: float
-    misfit: float
-    spread: float
-
-
-@dataclass(frozen=True)
 class TheoryReport:
     """One checkpoint. layers: the trained network. attention: the stack of one head's trained weights alone, on the
     embeddings of a sequence. Its [MASK] rows are first moved into the real rows' affine hull, where the theorem assumes
@@ -238,11 +220,10 @@ class TheoryReport:
     attention: list[Bound]
 
     def write(self, path: Path) -> None:
-        try:
+        data = {**dataclasses.asdict(self), "attention": [bound._asdict() for bound in self.attention]}
+        with writing(path, "choose another --out"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, dataclasses.asdict(self))
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}") from None
+            write_json(path, data)
 
 
 def theory_report(
@@ -269,7 +250,6 @@ def theory_report(
     states, is_mask = max(sequences, key=lambda sequence: int(sequence[1].sum()))
     real, mask = states[0][~is_mask], states[0][is_mask] if sees_mask else states[0][:0]
     weights, misfit = combine(real, mask)
-    steps = attention_stack(real, weights @ real, head_weights(model, head))
     return TheoryReport(
         name=run.record.preset,
         step=run.step,
@@ -283,7 +263,7 @@ def theory_report(
         input_residual=composite_norm(residual(real)),
         assumption_misfit=misfit if sees_mask else None,
         layers=layers,
-        attention=[Bound(s.residual, s.printed, s.corrected, s.u, s.misfit, s.spread) for s in steps],
+        attention=attention_stack(real, weights @ real, head_weights(model, head)),
     )
 
 
@@ -334,10 +314,9 @@ def _outside(gram: GramMatrix, span: Tensor) -> float:
 
 def plot_theory(report: TheoryReport, out: Path) -> None:
     """Writes `out` in the format of its ending."""
-    require_matplotlib()
+    figure = figure_of(16.0, 5.0)
     from matplotlib.ticker import PercentFormatter
 
-    figure = figure_of(16.0, 5.0)
     bounds, ranks, energy = figure.subplots(1, 3)
     residuals = [report.input_residual, *(step.residual for step in report.attention)]
     printed, corrected = ([getattr(step, name) for step in report.attention] for name in ("printed", "corrected"))

@@ -22,7 +22,7 @@ from maelm_fast.finetuning.examples import TaskData
 from maelm_fast.finetuning.fingerprint import Origin, digest
 from maelm_fast.finetuning.job import make_problem
 from maelm_fast.finetuning.problem import Problem, SentenceProblem
-from maelm_fast.finetuning.run import Result, Watch, device_of, train
+from maelm_fast.finetuning.run import Result, device_of, train
 from maelm_fast.paper.prompting.cloze import ClozeProblem
 from maelm_fast.paper.prompting.fewshot import few_shot
 from maelm_fast.paper.prompting.plan import Unit
@@ -50,7 +50,7 @@ class Trials:
     def finished(self, key: str) -> None:
         shutil.rmtree(self.states / key, ignore_errors=True)
 
-    def prompt(self, unit: Unit, stop: Stop, watch: Watch | None = None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def prompt(self, unit: Unit, stop: Stop) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """(what the ledger keeps, a prediction per test example)."""
         plan, question, data = unit.plan, unit.question, unit.question.data
         encoder, (device, precision) = self._encoder(unit), device_of(plan.base)
@@ -69,9 +69,7 @@ class Trials:
             model = test.model(encoder, plan.base).to(device)
         else:
             state = self.states / unit.config
-            found, model = few_shot(
-                data, encoder, make, plan.few, plan.base, unit.seed, watch=watch, resume=state, stop=stop
-            )
+            found, model = few_shot(data, encoder, make, plan.few, plan.base, unit.seed, resume=state, stop=stop)
             result |= found
         evaluation = test.evaluate(model, device, precision)
         truncation = {split: test.truncation[split] for split in data.validation}

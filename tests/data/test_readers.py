@@ -85,11 +85,12 @@ def test_rows_of_csv_and_json(tmp_path):
     assert read(write(tmp_path / "a.csv.xz", f"text\n{quoted}")) == expected
     assert read(write(tmp_path / "a.json", json.dumps(rows, indent=1))) == expected
     assert read(write(tmp_path / "lines.json", "".join(json.dumps(row) + "\n" for row in rows))) == expected
-    fails("line 3 has no field 'body'", tmp_path / "a.csv.xz", text_field="body")
+    fails("line 2 has no field 'body'", tmp_path / "a.csv.xz", text_field="body")
     fails("object 1 has no field 'body'", tmp_path / "a.json", text_field="body")
-    fails("line 1 is not CSV", write(tmp_path / "b.csv", 'text\n"open'))
+    fails("line 2 is damaged", write(tmp_path / "b.csv", 'text\n"open'))
     fails("is not JSON", write(tmp_path / "b.json", '[{"text": "open"'))
-    fails("field 'text' is not a string", write(tmp_path / "c.csv", "id,text\n1\n"))
+    fails("line 2 has 1 fields and the first line 2", write(tmp_path / "c.csv", "id,text\n1\n"))
+    fails("'id' twice", write(tmp_path / "d.csv", "id,text,id\n1,x,2\n"))
 
 
 def test_a_file_whose_name_looks_like_a_glob(tmp_path):

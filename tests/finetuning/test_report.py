@@ -83,8 +83,9 @@ def test_the_text_says_the_same(job: Any) -> None:
         assert f"| seed {result.seed}, best | {result.best:.2f} |" in text
         assert f"| seed {result.seed}, last | {result.last:.2f} |" in text
     assert f"| median, best | {report['summary']['best']['median']:.2f} |" in text
-    assert f"cut {report['truncation']['train']['cut']}," in text
-    assert f"inputs cut: {report['truncation']['train']['cut']} of train" in told[-2]
+    cut = f"train: {report['truncation']['train']['cut']} of 80, validation: "
+    assert f"| {cut}" in text
+    assert f"inputs cut: {cut}" in told[-2]
     assert f"median, best {report['summary']['best']['median']:.2f}" in " ".join(told[-2].split())
     for name in ("curves.png", "confusion.png"):
         assert (place / "out" / name).read_bytes().startswith(b"\x89PNG")
@@ -216,10 +217,10 @@ def test_many_classes_are_counted_but_neither_drawn_nor_printed(tmp_path: Path) 
 def test_without_matplotlib_that_is_said_and_the_rest_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def absent() -> None:
+    def absent(*_: float) -> None:
         raise UserError("plots need matplotlib")
 
-    monkeypatch.setattr(module, "require_matplotlib", absent)
+    monkeypatch.setattr(module, "figure_of", absent)
     told: list[str] = []
     out = tmp_path / "out"
     config = replace(CONFIG, epochs=1)

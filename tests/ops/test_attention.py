@@ -577,8 +577,8 @@ def test_kernel_opcheck() -> None:
     forward, backward = torch.ops.maelm_fast.attention_triton_fwd, torch.ops.maelm_fast.attention_triton_bwd
     opcheck(forward, *[t.detach().requires_grad_() for t in arguments[:4]], *arguments[4:])
     out, lse = forward(*arguments)
-    for stacked in (0, 2, 3):
-        opcheck(backward, out, None, *arguments[:3], out, lse, *arguments[3:5], True, *arguments[5:], stacked)
+    for stacked, summed in ((0, True), (2, False), (3, True)):
+        opcheck(backward, out, None, *arguments[:3], out, lse, *arguments[3:5], True, *arguments[5:], stacked, summed)
 
 
 @kernel

@@ -31,7 +31,7 @@ ALTERNATIVES = {
     "embed_packed": ("triton", "native"),
     "attention": ("triton", "native", "grouped"),
     "add_norm": ("triton", "native"),
-    "linear": (),
+    "linear": ("triton",),
     "feed_forward": ("triton",),
     "scatter_to_decoder": ("native",),
     "masked_cross_entropy": ("triton", "chunked"),
@@ -161,6 +161,7 @@ def test_a_backend_that_cannot_run_gives_its_reasons() -> None:
 
 def test_auto_is_logged_once_per_op(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_logged", set())
+    monkeypatch.setattr(dispatch, "picked", {})
     x, w = torch.randn(2, 8, device=DEVICE), torch.ones(8, device=DEVICE)
     with caplog.at_level(logging.INFO, logger=dispatch.__name__):
         for _ in range(2):

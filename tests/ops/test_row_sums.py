@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from maelm_fast import ops
+from maelm_fast import ops, presets
+from maelm_fast.batch import layout_of
+from maelm_fast.model.block import Block, Dropout
+from maelm_fast.ops import AttentionLayout, PositionBias
 from maelm_fast.ops.dispatch import triton_installed
 from maelm_fast.ops.row_sums import keep_row_sums, row_sums_of
-from tests.ops.checks import DEVICE, check_against_reference, outputs_and_gradients, poisoned_memory, seed_tensor
+from tests.ops.checks import (
+    DEVICE,
+    check_against_reference,
+    gapped_layout,
+    outputs_and_gradients,
+    poisoned_memory,
+    seed_tensor,
+)
 
 ROWS, WIDTH, INNER = 37, 24, 40
 needs_triton = pytest.mark.skipif(not triton_installed(), reason="triton is not installed")
@@ -63,6 +74,41 @@ def test_no_pass_sums_the_rows(rows: int, dropout_p: float) -> None:
         assert (-(-rows // 64), INNER) in summed  # of the GELU's kernel
         assert (rows, WIDTH) not in summed
         check_against_reference(*call, tensors, floor=1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def gradients_of_a_block(dim: int, sliced: bool, backend: str) -> dict[str, Tensor]:
+    """Of a block with two heads, of which some rows are queries where it is sliced."""
+    sizes = {"hidden_size": 2 * dim, "num_heads": 2, "ffn_size": INNER, "dropout": 0.0}
+    torch.manual_seed(0)
+    block = Block(presets.change(presets.get("tiny"), model=sizes).model).to(DEVICE)
+    keys = gapped_layout(60, [30, 0, 6]).to(DEVICE)
+    rows = torch.arange(0, 36, 3, device=DEVICE) if sliced else None
+    queries = keys
+    if rows is not None:
+        queries = dataclasses.replace(layout_of([10, 0, 2]).to(DEVICE), positions=keys.positions[rows])
+    seed, x = seed_tensor(), torch.randn(36, 2 * dim).to(DEVICE)
+    bias = PositionBias(torch.randn(2, 9).to(DEVICE), 60)
+    with ops.backends(**dict.fromkeys(("attention", "add_norm", "linear", "feed_forward"), backend)):
+        out, again = block(x, x, AttentionLayout(queries, keys), bias, Dropout(0.3, seed), rows=rows)
+        torch.autograd.backward((out, again), (out.detach().sin(), again.detach().cos()))
+    return {name: parameter.grad for name, parameter in block.named_parameters()}
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE != "cpu", reason="in fp32, which attention's kernel takes on no GPU")
+@pytest.mark.parametrize("sliced", [False, True])
+def test_no_pass_sums_the_rows_for_a_projection_of_attention(sliced: bool) -> None:
+    summed: list[torch.Size] = []
+    for dim, wide in ((32, False), (80, True)):
+        with mock.patch.object(Tensor, "sum", spy(summed)), poisoned_memory():
+            mine = gradients_of_a_block(dim, sliced, "triton")
+        passes = {(36, 4 * dim), (12, 2 * dim)} if sliced else {(36, 6 * dim)}
+        assert passes & set(summed) == (passes if wide else set())
+        assert (36, 2 * dim) not in summed  # of the output projection, or of the feed-forward sublayer
+        for name, gradient in gradients_of_a_block(dim, sliced, "reference").items():
+            torch.testing.assert_close(
+                mine[name], gradient, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
+            )
 
 
 @needs_triton

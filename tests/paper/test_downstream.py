@@ -15,17 +15,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from maelm_fast import presets
 from maelm_fast.cli.main import main
 from maelm_fast.errors import UserError
+from maelm_fast.finetuning.examples import Examples, TaskData
 from maelm_fast.finetuning.problem import SentenceProblem
 from maelm_fast.paper import catalogue, downstream, figures, provenance, run, scales, trials
-from maelm_fast.paper.catalogue import GLUE
-from maelm_fast.paper.cost import unit_cost
-from maelm_fast.paper.downstream import FineTuning, Prompting, assumed_tasks, find_tasks
+from maelm_fast.paper.cost import mean_tokens, unit_cost
+from maelm_fast.paper.downstream import FineTuning, Found, Prompting, find_tasks
 from maelm_fast.paper.figures import draw
 from maelm_fast.paper.plan import Cell, Plan, make_plan
 from maelm_fast.paper.report import checkpoints, report
@@ -138,6 +139,14 @@ def rows_of(out: Path, word: str) -> list[dict[str, Any]]:
     return [row for row in Ledger(out).rows() if row["stage"].startswith(word)]
 
 
+def one_example_of(*names: str, text: str = "x") -> Found:
+    data = {}
+    for task in map(downstream.tasks.get, names):
+        part = Examples(task, "train", "x", ["0"], tuple([text] for _ in task.text_columns), np.zeros(1, np.int64))
+        data[task.name] = TaskData(task, part, dict.fromkeys(task.validation, part), ())
+    return Found((), {}, data)
+
+
 # Plans
 
 
@@ -151,7 +160,7 @@ def test_the_hashes_of_runs_that_have_been_made_stay() -> None:
         {"pretraining": "a784b4c27d73", "rank at 12208": "629157f26c20"},
         {"pretraining": "77708dbe22a2", "rank at 12208": "d6e60f8d996d"},
     ]
-    with_tasks = plan.with_tasks(assumed_tasks(["mnli"], scale.downstream))
+    with_tasks = plan.with_tasks(one_example_of("mnli"))
     for cell, grown in zip(plan.cells, with_tasks.cells, strict=True):
         assert list(grown.stages.items())[:2] == list(cell.stages.items())
         assert grown.name == cell.name
@@ -183,11 +192,12 @@ FULL_UNITS = {
 def test_the_paper_in_full_is_counted(name: str) -> None:
     asked, scale = catalogue.get(name), scales.get("full")
     names = asked.tasks[:1] if asked.one_task else asked.tasks
-    plan = make_plan(asked, scale).with_tasks(assumed_tasks(names, scale.downstream))
+    plan = make_plan(asked, scale).with_tasks(one_example_of(*names))
     assert sum(len(cell.units) for cell in plan.runs) == FULL_UNITS[name]
     if name == "fig3":
-        one, size = plan.cells[0].units[0], downstream.Size(100, 0, 400)
-        assert unit_cost(one, plan.cells[0], size).tokens == 2 * 100 * (400 / 4 + 4)  # the grid's first has 2 epochs
+        one, data = plan.cells[0].units[0], one_example_of("mnli", text="x" * 200).data["mnli"]
+        assert mean_tokens(data) == 400 / 4 + 4  # of a pair
+        assert unit_cost(one, plan.cells[0], data, 104.0).tokens == 2 * 104  # the grid's first has 2 epochs
 
 
 def test_experiments_share_units(tasks: Path, store: Path, tmp_path: Path) -> None:
@@ -209,13 +219,13 @@ def test_tasks_are_found_or_left_out_with_a_reason(tasks: Path, tmp_path: Path) 
     assert "train" in found.left_out["rte"]
     texts = [json.loads(line)["sentence"] for line in (tasks / "sst2" / "validation.jsonl").read_text().splitlines()]
     train = found.data["sst2"].train.texts[0]
-    size = found.sizes["sst2"]
-    assert (size.train, size.validation) == (10, DEV)
-    assert size.text_bytes == pytest.approx(sum(map(len, [*texts, *train])) / (10 + DEV))
+    assert (len(train), len(found.data["sst2"].validation["validation"])) == (10, DEV)
+    assert mean_tokens(found.data["sst2"]) == pytest.approx(sum(map(len, [*texts, *train])) / (10 + DEV) / 4 + 4)
     assert any("10 of its 24 examples" in note for note in found.data["sst2"].notes)
-    assert find_tasks(("mnli", "sst2"), [str(tasks)], amount, True, {}).sizes.keys() == {"mnli"}
+    assert find_tasks(("mnli", "sst2"), [str(tasks)], amount, True, {}).data.keys() == {"mnli"}
     named = {"sst2": {"train": ["validation.jsonl"], "validation": ["train.jsonl"]}}
-    assert find_tasks(("sst2",), [str(tasks)], amount, False, named).sizes["sst2"].validation == 24
+    swapped = find_tasks(("sst2",), [str(tasks)], amount, False, named).data["sst2"]
+    assert len(swapped.validation["validation"]) == 24
     with pytest.raises(UserError, match="none of rte, cola can be read"):
         find_tasks(("rte", "cola"), [str(tasks)], amount, False, {})
     misspelt = {"mnli": {"train": ["trian.jsonl"]}}
@@ -499,9 +509,7 @@ def test_a_plan_counts_fine_tuning(tasks: Path, tmp_path: Path, capsys: pytest.C
     shown = capsys.readouterr().out
     assert "18 fine-tuning runs; 18 unfinished" in shown  # 3 tasks, 2 models and the control, 2 seeds
     assert "missing: RTE is left out" in shown
-    assert main(["paper", "table1", "--scale", "full", "--out", out]) == 0
+    assert main(["paper", "table1", "--scale", "full", "--out", out, "--tasks", str(tasks)]) == 0
     shown = capsys.readouterr().out
-    assert f"{FULL_UNITS['table1']:,} fine-tuning runs" in shown
-    assert "392,702" in shown
-    assert len(GLUE) == 8
+    assert f"{(12 + 12 + 32) * 5 * (3 + 2):,} fine-tuning runs" in shown  # cells of the three tasks, seeds, encoders
     assert not Path(out).exists()

@@ -114,7 +114,7 @@ def test_a_section_for_tasks_of_ones_own_whatever_their_name(tmp_path: Path) -> 
         ("device: cpu", "device is not searched over; use --device"),
         ("sst3: {lr: [1e-4]}", "unknown section 'sst3'"),
         ("sst2: [1e-4]", "'sst2' is a section"),
-        ("lr: [1e-4]\nlr: [2e-4]", "'lr' is given twice"),
+        ("lr: [1e-4]\nlr: [2e-4]", "'lr' stands twice"),
         ("lr: [", "cannot be read as YAML"),
         ("- 1", "a grid is a mapping"),
         ("", "a grid is a mapping"),

@@ -72,18 +72,14 @@ def test_tokens_add_up(scale: str, tokens: int) -> None:
     assert [cost(cell).tokens for cell in pair.runs] == [tokens] * 4
     updates = pair.runs[0].config.optim.max_steps
     assert cost(pair.runs[0], steps_done=updates // 4).tokens == tokens * 3 / 4
-    ranks = cost(pair.runs[0], steps_done=updates)
-    assert (ranks.tokens, ranks.disk) == (0, 0)
-    assert 0 < ranks.flops < cost(pair.runs[0]).flops / 2
-    assert cost(pair.runs[0], mean_length=10).tokens == tokens / scales.get(scale).settings["base"].corpus.seq_len * 10
+    assert cost(pair.runs[0], steps_done=updates).flops == 0
 
 
 def test_flops_of_full_are_those_of_the_projection() -> None:
-    """651.9 and 555.3 MFLOP a token of full sequences (test_presets), and little more for looking at the model."""
+    """651.9 and 555.3 MFLOP a token of full sequences (test_presets)."""
     mlm, mae_lm = plan("fig5", "full").runs
     assert cost(mlm).flops / cost(mlm).tokens / 1e6 == pytest.approx(555.3, rel=0.005)
     assert cost(mae_lm).flops / cost(mae_lm).tokens / 1e6 == pytest.approx(651.9, rel=0.005)
-    assert cost(mae_lm).disk == pytest.approx(25 * 12 * 140e6, rel=0.01)
 
 
 def test_full_is_the_paper() -> None:

@@ -24,7 +24,15 @@ from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, TaskData
 from maelm_fast.finetuning.problem import token_batch
 from maelm_fast.paper.prompting.cloze import ClozeModel, ClozeProblem
-from maelm_fast.paper.prompting.templates import TEMPLATES, Prompts, Template, label_ids, parse, shown, template_for
+from maelm_fast.paper.prompting.templates import (
+    TEMPLATES,
+    Prompts,
+    Template,
+    check_text,
+    label_ids,
+    shown,
+    template_for,
+)
 from maelm_fast.text import TextTokenizer
 from maelm_fast.training.rundir import load_run, vocabulary_of
 from tests.finetuning.small import bert_directory, loaded_run, run_directory, wordpiece
@@ -61,7 +69,7 @@ def test_every_classification_and_regression_task_has_a_template_that_fits() -> 
         task = tasks.get(name)
         template = template_for(task)
         assert tuple(template.words) == (task.labels or ("low", "high"))
-        parse(template.text, len(task.text_columns))
+        check_text(template.text, len(task.text_columns))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +90,7 @@ def test_around_the_mask_are_the_tokens_of_running_text(name: str, texts: tuple[
     task = tasks.get(name)
     template = template_for(task)
     (row,) = Prompts(ours(), template).encode(tuple([text] for text in texts), 64).ids
-    for word, token in zip(template.words.values(), label_ids(ours(), template, len(texts)), strict=True):
+    for word, token in zip(template.words.values(), label_ids(ours(), template), strict=True):
         running = bpe().encode(filled.format(word), add_special_tokens=False).ids
         mask = row.tolist().index(bpe().token_to_id("<mask>"))
         assert [*row[:mask], token, *row[mask + 1 :]] == [0, *running, 2]
@@ -105,13 +113,13 @@ def test_word_pieces_and_a_mask_at_the_beginning() -> None:
     template = Template("{mask} is the {1}", {"a": "Fox", "b": "dog"})
     prompts = Prompts(tokenizer, template).encode((["lazy dogs"],), 64)
     assert shown(tokenizer, prompts.ids[0]) == "[CLS] [MASK] is the lazy dog ##s [SEP]"
-    assert shown(tokenizer, label_ids(tokenizer, template, 1)) == "fox dog"
+    assert shown(tokenizer, label_ids(tokenizer, template)) == "fox dog"
     with pytest.raises(UserError, match=r"'cat' of class 'a' is not one token .*--label-words"):
-        label_ids(tokenizer, replace(template, words={"a": "cat", "b": "dog"}), 1)
+        label_ids(tokenizer, replace(template, words={"a": "cat", "b": "dog"}))
 
 
 def test_label_words_at_the_beginning_have_the_space_that_our_inputs_begin_with() -> None:
-    (token,) = label_ids(ours(), Template("{mask}: {1}", {"a": "Great"}), 1)
+    (token,) = label_ids(ours(), Template("{mask}: {1}", {"a": "Great"}))
     assert bpe().id_to_token(token) == "Ġgreat"
 
 
@@ -139,7 +147,7 @@ def test_texts_are_cut_the_longer_first_and_the_template_stays() -> None:
         ("It was {mask}.", None, "each text of the example once: {1}"),
         ("{1} {2} {mask}", None, "unknown field {2}"),
         ("{1x} {mask}", None, "unknown field {1x}"),
-        ("{1} {mask} }", None, "a brace without its partner"),
+        ("{1} {mask} }", None, "unknown field }"),
         (None, ["a"], "names 1 words, sst2 has 2 classes: one word for each of negative, positive"),
         (None, ["a", ""], "no label word for class 'positive'"),
     ],
@@ -159,7 +167,7 @@ def test_tasks_without_a_template() -> None:
 
 def test_label_words_that_cannot_be_told_apart() -> None:
     with pytest.raises(UserError, match="'negative' and 'positive' have the same label word, Ġgreat"):
-        label_ids(ours(), template_for(tasks.get("sst2"), None, ["great", "Great"]), 1)
+        label_ids(ours(), template_for(tasks.get("sst2"), None, ["great", "Great"]))
 
 
 # Networks

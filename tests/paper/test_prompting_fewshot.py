@@ -224,5 +224,5 @@ def test_metrics_are_those_of_the_table() -> None:
 
 def test_label_words_of_the_toy_language_are_tokens() -> None:
     tokenizer = TextTokenizer.of_run(bpe())
-    ids = label_ids(tokenizer, template_for(tasks.get("sst2")), 1)
+    ids = label_ids(tokenizer, template_for(tasks.get("sst2")))
     assert [bpe().id_to_token(i) for i in ids] == ["Ġterrible", "Ġgreat"]

@@ -17,7 +17,7 @@ from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
 from maelm_fast.paper.theory import (
     REPORT_FILE,
-    Step,
+    Bound,
     attention_stack,
     attention_step,
     combine,
@@ -71,7 +71,7 @@ def test_combinations_have_row_sum_one_and_find_what_is_there(n: int, d: int) ->
     assert combine(real, mask[:0]).weights.shape == (0, n)
 
 
-def check(step: Step) -> None:
+def check(step: Bound) -> None:
     """(10) as printed, (9) with its factor, and what follows of both for the composite norm."""
     assert step.misfit < 1e-3  # rounding, next to the residual of a collapsed layer
     assert step.norm_inf <= step.bound_10 * SLACK
@@ -90,7 +90,7 @@ def test_one_layer_stays_below_the_bounds_without_any_condition(masks: int, scal
         if trial % 5 == 0:  # only a few rows differ
             real[2:] = real[1]
             mask = real[:1].expand(masks, d).clone()
-        step = attention_step(real, mask, random(d, d, scale=(0.1, 1.0)[trial % 2]), random(d, d))
+        _, _, step = attention_step(real, mask, random(d, d, scale=(0.1, 1.0)[trial % 2]), random(d, d))
         check(step)
         spreads.append(step.spread)
     if scale == 0.1:
@@ -119,10 +119,10 @@ def test_the_residual_of_the_proof_is_the_softmax_of_the_network() -> None:
     """attention_step computes what torch's attention computes."""
     real, mask = random_input(9, 3, 5, 1.0, 0.2)
     q, k, vo = random(5, 4), random(5, 4), random(5, 5)
-    step = attention_step(real, mask, q @ k.T / 2.0, vo)
+    after, after_mask, _ = attention_step(real, mask, q @ k.T / 2.0, vo)
     hidden = torch.cat([real, mask])
     expected = torch.nn.functional.scaled_dot_product_attention(hidden @ q, hidden @ k, hidden @ vo)
-    torch.testing.assert_close(torch.cat([step.real, step.mask]), expected)
+    torch.testing.assert_close(torch.cat([after, after_mask]), expected)
 
 
 # A family that breaks (9) as printed. Token 0 has b in dimension 0; token j >= 1 has b in dimension j, its own. All lie
@@ -165,15 +165,15 @@ def printed_bounds(boost: float) -> tuple[float, float]:
 def test_equation_9_as_printed_is_false() -> None:
     n, boost, share = 256, 9.0, 3.0
     real, mask, w_qk, w_vo = family(n, boost, share)
-    step = attention_step(real, mask, w_qk, w_vo)
+    after, _, step = attention_step(real, mask, w_qk, w_vo)
     assert step.u == pytest.approx(1.0)
     assert (step.bound_9, step.bound_10) == pytest.approx(printed_bounds(boost))
-    least = norm_1(residual(step.real))  # the median: no h' makes it smaller
+    least = norm_1(residual(after))  # the median: no h' makes it smaller
     assert least > 1.1 * step.bound_9
     assert step.norm_inf <= step.bound_10
     assert step.norm_1 <= step.gamma * step.bound_9
     one, infinity = least_norms(n, boost, share)
-    column = step.real[:, 0]
+    column = after[:, 0]
     assert least == pytest.approx(one)
     assert infinity == pytest.approx(float(column.max() - column.min()) / 2)
 

@@ -26,7 +26,7 @@ from tests.devices import DEVICES
 
 VOCABULARY = Vocabulary(1024, 1023, (0, 1, 2, 3, 1023))
 LR = 2.0**-10  # the same number in fp32
-OPS = ("embed_packed", "attention", "add_norm", "feed_forward", "masked_cross_entropy")
+OPS = ("embed_packed", "attention", "add_norm", "linear", "feed_forward", "masked_cross_entropy")
 KERNELS = dict.fromkeys(OPS, "triton")
 
 

@@ -14,21 +14,13 @@ from maelm_fast.cli.common import option, parse
 from maelm_fast.config import require
 from maelm_fast.errors import UserError
 from maelm_fast.paper import catalogue, scales
-from maelm_fast.paper.cost import (
-    ASSUMED_BYTES_PER_TOKEN,
-    Cost,
-    Rate,
-    cost,
-    needs_gpu_missing_here,
-    rate_for,
-    unit_cost,
-)
-from maelm_fast.paper.downstream import assumed_tasks, find_tasks
+from maelm_fast.paper.cost import Cost, cost, mean_tokens, needs_gpu_missing_here, rate_for, unit_cost
+from maelm_fast.paper.downstream import Found, find_tasks
 from maelm_fast.paper.plan import Plan, make_plan
 from maelm_fast.paper.report import FIGURE, REPORT, write_report
 from maelm_fast.paper.results import Results
 from maelm_fast.paper.run import is_store, manifests, place_data, run_dir, run_plan, store_path
-from maelm_fast.reporting import RESULTS, require_matplotlib, short_number
+from maelm_fast.reporting import RESULTS, aligned, require_matplotlib, short_number
 from maelm_fast.stop import Stopped
 from maelm_fast.work import Ledger, lock
 
@@ -83,7 +75,7 @@ def main(name: str, argv: list[str]) -> int:
     if not only_shown:
         require_matplotlib()  # now, rather than after the training
         require(bool(data), f"--data is needed at scale {scale.name}: a token store, or text to make one of")
-    plan = _with_tasks(plan, options, only_shown)
+    plan = _with_tasks(plan, options)
     prepared = all(is_store(str(store_path(out, corpus))) for corpus in plan.corpora)  # so it knows what is finished
     if data and (not only_shown or is_store(data) or prepared):
         plan = place_data(plan, data, out)
@@ -106,8 +98,8 @@ def main(name: str, argv: list[str]) -> int:
     return 1 if results.errors() else 0
 
 
-def _with_tasks(plan: Plan, options: Options, only_shown: bool) -> Plan:
-    """The plan with its downstream part. The paper's own scale is shown with it even if no data are given."""
+def _with_tasks(plan: Plan, options: Options) -> Plan:
+    """The plan with its downstream part."""
     experiment, amount = plan.experiment, plan.scale.downstream
     if experiment.use == "nothing":
         require(not options.tasks, f"{experiment.name} has no downstream part: leave out --tasks")
@@ -124,33 +116,24 @@ def _with_tasks(plan: Plan, options: Options, only_shown: bool) -> Plan:
             files[name][split] = paths.split(",")
     if options.tasks:
         return plan.with_tasks(find_tasks(experiment.tasks, options.tasks, amount, experiment.one_task, files))
-    if experiment.tasks and plan.scale.name == "full" and only_shown:
-        names = experiment.tasks[:1] if experiment.one_task else experiment.tasks
-        return plan.with_tasks(assumed_tasks(names, amount))
     return plan
 
 
 def _shown(plan: Plan, data: str | None, out: Path) -> Iterator[str]:
     """The plan in lines: every run with what it costs, and the sum of what is not finished."""
-    bytes_per_token, length = _store_means(plan)
     yield f"{plan.experiment.title}; scale {plan.scale.name}: {plan.scale.about}"
     yield f"data: {data or 'none given'}" + (", not prepared yet" if data and not plan.cells[0].data else "")
-    yield f"{'run':42}{'seed':>5}{'steps':>11}{'tokens':>9}{'FLOP':>11}{'about':>10}"
-    results = Results(plan, Ledger(out))
+    results, (rate, source) = Results(plan, Ledger(out)), rate_for(plan)
     unfinished = [cell.key for cell in results.unfinished(units=False)]
-    rate = rate_for(plan)
-    everything, seconds = Cost(), 0.0
+    everything, seconds, lines = Cost(), 0.0, [["run", "seed", "steps", "tokens", "FLOP", "about"]]
     for cell in plan.runs:
-        one, finished = cost(cell, length), cell.key not in unfinished
-        everything += one
-        pretrained = results.pretraining(cell) is not None
-        done = cell.config.optim.max_steps if pretrained else max(run_dir(out, cell).steps(), default=0)
-        time = 0.0 if finished else cost(cell, length, done).flops / rate.flops_per_s[cell.row.setting]
-        seconds += time
-        yield (
-            f"{cell.row.title:42}{cell.config.seed:>5}{cell.config.optim.max_steps:>11,}{short_number(one.tokens):>9}"
-            f"{one.flops:>11.2e}{'finished' if finished else duration(time):>10}"
-        )
+        one, steps = cost(cell), cell.config.optim.max_steps
+        done = steps if results.pretraining(cell) is not None else max(run_dir(out, cell).steps(), default=0)
+        time = cost(cell, done).flops / rate
+        everything, seconds = everything + one, seconds + time
+        numbers = [str(cell.config.seed), f"{steps:,}", short_number(one.tokens), f"{one.flops:.2e}"]
+        lines.append([cell.row.title, *numbers, duration(time) if cell.key in unfinished else "finished"])
+    yield from aligned(lines)
     if repeated := len(plan.cells) - len(plan.runs):
         yield f"{repeated} more rows share a run with one of these"
     for row in plan.left_out:
@@ -158,51 +141,30 @@ def _shown(plan: Plan, data: str | None, out: Path) -> Iterator[str]:
     if plan.not_asked_for:
         yield f"not asked for: {'; '.join(row.label for row in plan.not_asked_for)}"
     yield (
-        f"{len(plan.runs)} runs, {short_number(everything.tokens)} tokens, {everything.flops:.2e} FLOP, "
-        f"{everything.disk / 1e9:,.2f} GB of checkpoints; {len(unfinished)} unfinished, about {duration(seconds)}"
+        f"{len(plan.runs)} runs, {short_number(everything.tokens)} tokens, {everything.flops:.2e} FLOP; "
+        f"{len(unfinished)} unfinished, about {duration(seconds)}"
     )
     if plan.found is not None:
-        yield from _shown_units(plan, results, rate, bytes_per_token)
-    yield f"rate: {rate.source}"
+        yield from _shown_units(plan, plan.found, results, rate)
+    yield f"rate: {source}"
     for sentence in plan.missing:
         yield f"missing: {sentence}"
 
 
-def _shown_units(plan: Plan, results: Results, rate: Rate, bytes_per_token: float) -> Iterator[str]:
+def _shown_units(plan: Plan, found: Found, results: Results, rate: float) -> Iterator[str]:
     """Fine-tuning and prompting, a line for each task."""
-    found = plan.found
-    assert found is not None
     what = "prompting" if plan.experiment.use == "prompting" else "fine-tuning"
-    yield f"{what}, tasks: {' '.join(found.sources) or 'none given, official sizes assumed'}"
-    yield f"{'task':14}{'runs':>7}{'finished':>10}{'examples':>10}{'tokens':>9}{'FLOP':>11}{'about':>10}"
-    runs, left, seconds = 0, 0, 0.0
-    for task in found.tasks:
-        whole, mine, finished, time = Cost(), 0, 0, 0.0
-        for cell in plan.runs:
-            for unit in cell.units:
-                if unit.task == task.name:
-                    one = unit_cost(unit, cell, found.sizes[task.name], bytes_per_token)
-                    whole, mine = whole + one, mine + 1
-                    if results.stage(cell, unit.stage) is not None:
-                        finished += 1
-                    else:
-                        time += one.flops / rate.flops_per_s[cell.row.setting]
-        runs, left, seconds = runs + mine, left + mine - finished, seconds + time
-        yield (
-            f"{task.title:14}{mine:>7,}{finished:>10,}{found.sizes[task.name].train:>10,}{short_number(whole.tokens):>9}"
-            f"{whole.flops:>11.2e}{duration(time):>10}"
-        )
-    yield f"{runs:,} {what} runs; {left:,} unfinished, about {duration(seconds)} at the rate of pretraining"
-
-
-def _store_means(plan: Plan) -> tuple[float, float | None]:
-    """(bytes of a token, tokens of a training sample): on average over the token stores; assumed, and None, before the
-    plan is on some."""
-    if not plan.cells[0].data:
-        return ASSUMED_BYTES_PER_TOKEN, None
-    splits = [manifest.splits["train"] for manifest in manifests(plan).values()]
-    tokens = sum(split.tokens for split in splits)
-    return sum(split.text_bytes for split in splits) / tokens, tokens / sum(split.samples for split in splits)
+    yield f"{what}, tasks: {' '.join(found.sources)}"
+    runs, unfinished, seconds, lines = 0, 0, 0.0, [["task", "runs", "finished", "examples", "about"]]
+    for name, data in found.data.items():
+        units = [(cell, unit) for cell in plan.runs for unit in cell.units if unit.task == name]
+        left, tokens = [(c, unit) for c, unit in units if results.stage(c, unit.stage) is None], mean_tokens(data)
+        time = sum(unit_cost(unit, cell, data, tokens).flops for cell, unit in left) / rate
+        runs, unfinished, seconds = runs + len(units), unfinished + len(left), seconds + time
+        counts = (len(units), len(units) - len(left), len(data.train))
+        lines.append([data.task.title, *(f"{count:,}" for count in counts), duration(time)])
+    yield from aligned(lines)
+    yield f"{runs:,} {what} runs; {unfinished:,} unfinished, about {duration(seconds)} at the rate of pretraining"
 
 
 def duration(seconds: float) -> str:

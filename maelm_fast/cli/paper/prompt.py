@@ -6,18 +6,15 @@ maelm_fast/paper/prompting/run.py for the files.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from maelm_fast.cli.common import option, parse
 from maelm_fast.cli.finetune import TaskOptions
 from maelm_fast.cli.paper.sweep import parse_model
 from maelm_fast.config import require
 from maelm_fast.encoders import Engine
-from maelm_fast.errors import UserError
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, read_task
 from maelm_fast.finetuning.metrics import require_scikit_learn
@@ -46,6 +43,9 @@ EXAMPLES = """
 """
 
 
+_GAO = [f"Gao et al.'s grid: {' '.join(f'{x:g}' for x in values)}" for values in (GRID_LRS, GRID_BATCH_SIZES)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Asks pretrained networks, decoder and head included, GLUE's tasks as clozes (label words at [MASK]): without
@@ -62,7 +62,7 @@ class Options:
     data: str
     """A directory with TASK/ or its files in it, or hub."""
     out: Path | None = option(None, help=f"{REPORT}, {RESULTS}, predictions, and the ledger to go on from.")
-    mode: str = option("all", metavar="MODE[,MODE]", help=f"Of {', '.join(MODES)}, or all.")
+    mode: tuple[str, ...] = option((), choices=MODES, help=f"Of {', '.join(MODES)} (default: all).")
     show: int | None = None
     """Print the prompts of so many test examples as the model sees them, and stop."""
     template: str | None = option(None, more=True)
@@ -77,15 +77,11 @@ class Options:
         more=True,
         help=f"Few-shot: draws, with seeds {', '.join(map(str, SPLIT_SEEDS))}, 101, 102, ...",
     )
-    lr: str = option(",".join(map(str, FewShotConfig.lrs)), metavar="X[,X]")
-    """Few-shot: learning rates, each tried on every draw."""
-    batch_size: str = option(",".join(map(str, FewShotConfig.batch_sizes)), metavar="N[,N]")
-    """Few-shot: likewise."""
-    grid: bool = option(
-        False,
-        more=True,
-        help="Few-shot: Gao et al.'s grid: learning rates "
-        f"{', '.join(f'{lr:g}' for lr in GRID_LRS)}, batches {', '.join(map(str, GRID_BATCH_SIZES))}.",
+    lr: tuple[float, ...] = option(
+        (), help=f"Few-shot: each is tried on every draw (default: {FewShotConfig.lrs[0]:g}; {_GAO[0]})."
+    )
+    batch_size: tuple[int, ...] = option(
+        (), help=f"Few-shot: likewise (default: {FewShotConfig.batch_sizes[0]}; {_GAO[1]})."
     )
     steps: int = option(FewShotConfig.steps, more=True)
     """Few-shot: optimiser updates."""
@@ -111,28 +107,16 @@ def main(argv: list[str]) -> int:
     if options.show:
         _show(plan, options.show)
         return 0
-    about = check(plan)
-    out, printed = options.out, {mode: _printed(mode) for mode in plan.modes}
+    about, stopped = check(plan), None
     try:
-        run_plan(plan, out, _progress())
-    except Stopped:
-        print(f"\n{write_report(plan, out, about, printed)}\n\n{out / REPORT}, {RESULTS}")
+        run_plan(plan, options.out)
+    except Stopped as stop:
+        stopped = stop
+    print(f"\n{write_report(plan, options.out, about, _printed())}\n\n{options.out / REPORT}, {RESULTS}")
+    if stopped is not None:
         print("stopped; the same command resumes")
-        raise
-    print(f"\n{write_report(plan, out, about, printed)}\n\n{out / REPORT}, {RESULTS}")
+        raise stopped
     return 0
-
-
-def _progress(seconds: float = 10.0) -> Callable[[dict[str, Any]], None]:
-    last = time.monotonic()
-
-    def watch(row: dict[str, Any]) -> None:
-        nonlocal last
-        if row["kind"] == "train" and time.monotonic() - last >= seconds:
-            last = time.monotonic()
-            print(f"  step {row['step']:,} of {row['steps']:,}, {row['examples_per_s']:.1f} examples/s", flush=True)
-
-    return watch
 
 
 def _plan(options: Options, own: TaskOptions) -> Plan:
@@ -140,16 +124,16 @@ def _plan(options: Options, own: TaskOptions) -> Plan:
         value = getattr(options, name)
         require(value is None or value >= 1, f"--{name} must be at least 1, not {value}")
     require(options.splits >= 1, f"--splits must be at least 1, not {options.splits}")
-    modes = _modes(options.mode)
     chosen = own.chosen(options.tasks, tuple(TEMPLATES))
     for name in ("template", "label_words"):
         of_one = f"--{name.replace('_', '-')} is for one task: name one task"
         require(len(chosen) == 1 or not getattr(options, name), of_one)
     few = FewShotConfig(
         shots=options.shots,
+        lrs=options.lr or FewShotConfig.lrs,
+        batch_sizes=options.batch_size or FewShotConfig.batch_sizes,
         steps=options.steps,
         evaluate_every=options.evaluate_every,
-        **_cells(options),
     )
     base = base_config(
         dropout=options.dropout, max_length=options.max_length, device=options.device, precision=options.precision
@@ -157,30 +141,8 @@ def _plan(options: Options, own: TaskOptions) -> Plan:
     models = tuple(parse_model(text, options.engine) for text in options.model)
     seeds = (*SPLIT_SEEDS, *range(101, 101 + options.splits))[: options.splits]
     questions = tuple(_question(task, options, own) for task in chosen)
+    modes = tuple(mode for mode in MODES if mode in (options.mode or MODES))
     return Plan(models, questions, modes, few, seeds, base)
-
-
-def _modes(text: str) -> tuple[Mode, ...]:
-    names = MODES if text == "all" else tuple(text.split(","))
-    for name in names:
-        require(name in MODES, f"unknown --mode '{name}': use {', '.join(MODES)}, or all")
-    return tuple(mode for mode in MODES if mode in names)
-
-
-def _cells(options: Options) -> dict[str, Any]:
-    if options.grid:
-        given = (options.lr, options.batch_size) != (Options.lr, Options.batch_size)
-        require(not given, "--grid is a choice of learning rates and batch sizes: leave out --lr and --batch-size")
-        return {"lrs": GRID_LRS, "batch_sizes": GRID_BATCH_SIZES}
-    sizes = _numbers("--batch-size", options.batch_size, int)
-    return {"lrs": _numbers("--lr", options.lr, float), "batch_sizes": sizes}
-
-
-def _numbers(option: str, text: str, kind: type) -> tuple[Any, ...]:
-    try:
-        return tuple(kind(part) for part in text.split(","))
-    except ValueError:
-        raise UserError(f"{option} takes numbers with commas between them, not '{text}'") from None
 
 
 def _question(task: Task, options: Options, own: TaskOptions) -> Question:
@@ -191,9 +153,10 @@ def _question(task: Task, options: Options, own: TaskOptions) -> Question:
     return make_question(data, template_for(data.task, options.template, words), options.limit)
 
 
-def _printed(mode: Mode) -> list[PrintedRow]:
-    rows = TABLE_7.groups[MODES.index(mode)][1]
-    return [(row[0], dict(zip(TABLE_7.columns[1:], row[1:], strict=True))) for row in rows]
+def _printed() -> dict[Mode, list[PrintedRow]]:
+    groups = zip(MODES, TABLE_7.groups, strict=True)
+    columns = TABLE_7.columns[1:]
+    return {mode: [(row[0], dict(zip(columns, row[1:], strict=True))) for row in rows] for mode, (_, rows) in groups}
 
 
 def _show(plan: Plan, count: int) -> None:
@@ -202,7 +165,7 @@ def _show(plan: Plan, count: int) -> None:
         lm = load(model, plan.base)
         for question in plan.questions:
             task, template = question.data.task, question.template
-            ids = label_ids(lm.tokenizer, template, len(task.text_columns))
+            ids = label_ids(lm.tokenizer, template)
             words = zip(template.words, shown(lm.tokenizer, ids).split(), strict=True)
             print(f"{model.label}, {task.title}: {template.text}   {', '.join(f'{n}: {word}' for n, word in words)}")
             examples = next(iter(question.data.validation.values()))

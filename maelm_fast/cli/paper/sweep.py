@@ -9,7 +9,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -26,11 +25,12 @@ from maelm_fast.finetuning.metrics import baselines
 from maelm_fast.finetuning.tasks import TASKS, Task
 from maelm_fast.paper import grids, printed
 from maelm_fast.paper.catalogue import GLUE
-from maelm_fast.paper.sweep import AfterRun, Sweep, estimate, make_sweep, read_done, run_sweep
+from maelm_fast.paper.sweep import Sweep, estimate, make_sweep, run_sweep
 from maelm_fast.paper.sweep_report import PICTURE, REPORT, draw, write_tables
 from maelm_fast.reporting import RESULTS
 from maelm_fast.stop import Stopped
 from maelm_fast.training.rundir import RunDir
+from maelm_fast.work import Ledger
 
 PAPER = {"base": (printed.TABLE_1, 0), "base++": (printed.TABLE_1, 1), "large++": (printed.TABLE_6, 0)}
 
@@ -88,28 +88,33 @@ class Options:
 
 def main(argv: list[str]) -> int:
     options, own = parse("paper sweep", argv, Options, TaskOptions, examples=EXAMPLES)
-    sweep = _sweep(options, own)
-    out = options.out
+    sweep, out = _sweep(options, own), options.out
     print("\n".join(_planned(sweep, out)), flush=True)
     if options.plan:
         return 0
-    rows = _printed(options.paper) if options.paper else []
-    references = {data.task.name: baselines(data) for data in sweep.tasks}
-    places = {data.task.name: _data_options(data.task, options, own) for data in sweep.tasks}
-    tables = partial(write_tables, printed=rows, baselines=references, data_options=places)
+    floors, stopped = {data.task.name: baselines(data) for data in sweep.tasks}, None
     try:
-        run_sweep(sweep, out, options.workers, tables)
-    except Stopped:
-        _finish(sweep, out, tables)
-        left = len(read_done(out).unfinished(sweep))
+        run_sweep(sweep, out, options.workers)
+    except Stopped as stop:
+        stopped = stop
+    finished, failed = Ledger(out).ended()
+    if out.exists():  # else it was stopped before anything began
+        places = {data.task.name: _data_options(data.task, options, own) for data in sweep.tasks}
+        print(f"\n{write_tables(sweep, out, _printed(options.paper), floors, places)}\n")
+        written = f"written: {out / REPORT}, {RESULTS}"
+        try:
+            draw(sweep, out)
+        except UserError as error:
+            print(f"{written}; {PICTURE} is not drawn: {error}")
+        else:
+            print(f"{written}, {PICTURE}")
+    if stopped is not None:
+        left = sum(run.identity not in finished for run in sweep.runs)
         print(f"stopped with {left} of {len(sweep.runs)} runs unfinished; the same command resumes")
-        raise
-    _finish(sweep, out, tables)
-    done = read_done(out)
-    if failed := sum(run.key in done.errors for run in sweep.runs):
-        print(f"{failed} of {len(sweep.runs)} runs failed; the same command tries them again")
-        return 1
-    return 0
+        raise stopped
+    if faults := sum(run.identity in failed for run in sweep.runs):
+        print(f"{faults} of {len(sweep.runs)} runs failed; the same command tries them again")
+    return 1 if faults else 0
 
 
 def _sweep(options: Options, own: TaskOptions) -> Sweep:
@@ -160,15 +165,17 @@ def parse_model(text: str, engine: Engine, random_init: bool = False) -> Origin:
     return Origin.of(path, step, "auto" if RunDir(path).exists else engine, random_init, label)
 
 
-def _printed(setting: str) -> list[tuple[str, dict[str, str]]]:
+def _printed(setting: str | None) -> list[tuple[str, dict[str, str]]]:
+    if setting is None:
+        return []
     table, group = PAPER[setting]
     _, rows = table.groups[group]
     return [(f"paper, {setting}: {row[0]}", dict(zip(table.columns, row, strict=True))) for row in rows]
 
 
 def _planned(sweep: Sweep, out: Path) -> Iterator[str]:
-    done = read_done(out)
-    waiting = {run.key for run in done.unfinished(sweep)}
+    done, _ = Ledger(out).ended()
+    waiting = {run.key for run in sweep.runs if run.identity not in done}
     yield f"grid {sweep.grid.name}: {sweep.grid.about}"
     for model in sweep.models:
         step = "" if model.step is None else f", step {model.step:,}"
@@ -192,19 +199,3 @@ def _planned(sweep: Sweep, out: Path) -> Iterator[str]:
         time = f"about {duration(seconds)} in one process, by the finished ones"
         time += f", and {unknown} runs of models and tasks of which none is finished" if unknown else ""
     yield f"{len(sweep.runs)} runs, {len(waiting)} unfinished" + (f": {time}" if waiting else "")
-
-
-def _finish(sweep: Sweep, out: Path, tables: AfterRun) -> None:
-    """The report, the picture, and where everything is; nothing if it was stopped before anything began."""
-    if not out.exists():
-        return
-    tables(sweep, out)
-    text = (out / REPORT).read_text(encoding="utf-8")
-    print("\n" + text.split("## Results", 1)[1].split("## Best cells", 1)[0].strip() + "\n")
-    written = f"written: {out / REPORT}, {RESULTS}"
-    try:
-        draw(sweep, out)
-    except UserError as error:
-        print(f"{written}; {PICTURE} is not drawn: {error}")
-    else:
-        print(f"{written}, {PICTURE}")

@@ -10,7 +10,7 @@ from maelm_fast.cli.common import option, parse
 from maelm_fast.config import require
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.paper.theory import REPORT_FILE, TheoryReport, plot_theory, theory_report
-from maelm_fast.reporting import require_matplotlib
+from maelm_fast.reporting import aligned, require_matplotlib
 from maelm_fast.training.hardware import choose_device
 from maelm_fast.training.rundir import RunDir, load_run
 
@@ -61,31 +61,23 @@ def main(argv: list[str]) -> int:
 
 def _text(report: TheoryReport) -> str:
     seen = "" if report.encoder_sees_mask else " ([MASK] never seen in pretraining)"
+    header = "layer|residual/H, real|[MASK]|rank, real|[MASK]|full rank, [MASK]|energy outside real span, real|[MASK]"
+    network = [[*header.split("|"), "largest angle"]]
+    for i, layer in enumerate(report.layers):
+        line = [str(i or "embed"), f"{layer.residual_real:.3f}", f"{layer.residual_mask:.3f}"]
+        line += [str(layer.rank_real), str(layer.rank_mask), str(layer.numerical_rank_mask)]
+        network.append([*line, f"{layer.outside_real:.1%}", f"{layer.outside_mask:.1%}", f"{layer.angles[-1]:.0f}"])
+    stack = [["layer", "residual", "bound printed", "bound that holds", "||U||", "score range"]]
+    stack.append(["input", f"{report.input_residual:.3g}", "", "", "", ""])
+    for i, step in enumerate(report.attention, 1):
+        values = (step.residual, step.printed, step.corrected, step.u, step.spread)
+        stack.append([str(i), *(f"{value:.3g}" for value in values)])
     lines = [
         f"{report.name}, step {report.step:,}: {report.real_tokens:,} real and {report.mask_tokens:,} [MASK] positions"
         f"{seen}, {report.tau:g}-effective ranks of {report.hidden_size} dimensions",
-        "",
-        "the trained network  residual / H     rank of    full rank   energy outside the   largest principal",
-        "layer                real [MASK]   real [MASK]   of [MASK]   real rows' span       angle, degrees",
-        " " * 62 + "real  [MASK]",
+        *("", "the trained network (angles: principal ones, in degrees)", *aligned(network), ""),
+        *(f"attention alone, head {report.head}: no MLP, no skip connection, no bias", *aligned(stack)),
     ]
-    for i, layer in enumerate(report.layers):
-        lines.append(
-            f"{i or 'embed':<18} {layer.residual_real:>6.3f} {layer.residual_mask:>6.3f} {layer.rank_real:>6} "
-            f"{layer.rank_mask:>6} {layer.numerical_rank_mask:>11} {layer.outside_real:>13.1%} "
-            f"{layer.outside_mask:>7.1%} {layer.angles[-1]:>15.0f}"
-        )
-    lines += [
-        "",
-        f"attention alone, head {report.head}: no MLP, no skip connection, no bias",
-        "layer      residual  bound printed  bound that holds    ||U||  score range",
-        f"{'input':<8} {report.input_residual:>10.3g}",
-    ]
-    for i, step in enumerate(report.attention, 1):
-        lines.append(
-            f"{i:<8} {step.residual:>10.3g} {step.printed:>14.3g} {step.corrected:>17.3g} {step.u:>8.3g} "
-            f"{step.spread:>12.3g}"
-        )
     if len(report.attention) < len(report.layers) - 1:
         lines.append("what lies behind is rank one up to rounding")
     if report.assumption_misfit is not None:

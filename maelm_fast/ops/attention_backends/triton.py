@@ -11,12 +11,15 @@ from torch import Tensor
 from maelm_fast.ops import dispatch
 from maelm_fast.ops.attention_inputs import Call, PositionBias
 from maelm_fast.ops.registration import custom_op, describe
+from maelm_fast.ops.row_sums import keep_row_sums
 from maelm_fast.ops.stacked import apart, gradients_of, stacked_of
 
 if TYPE_CHECKING:
     from maelm_fast.kernels.attention import Packed
 
 LOG2E = 1.4426950408889634
+SUMMED_DIM = 64
+"""Head dim up to which the kernels sum their gradients' rows: for wider ones ptxas would spill."""
 
 
 def why_not(call: Call) -> list[str]:
@@ -142,17 +145,19 @@ def _backward_op(
     place: int,
     bounded: bool,
     stacked: int,
-) -> tuple[list[Tensor], Tensor]:
-    """Gradients of q, k, v, the last `stacked` of them in one tensor, and, if asked for, of the line; else that has no
-    elements."""
+    summed: bool,
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Gradients of q, k, v, the last `stacked` of them in one tensor; if asked for, of the line; if `summed`, the sums
+    over the rows of q's, k's and v's, (3, heads, head_dim) fp32. What is not asked for has no elements."""
     from maelm_fast.kernels.attention import attention_bwd
 
     packed = _packed(q_starts, k_starts, q_positions, k_positions, fwd_tiles, dq_tiles, dkv_tiles)
     numbers = (scale, dropout_p, seed, place, bounded)
     gradients = gradients_of(q, k, v, stacked)
     inputs = (grad_out, grad_lse, q, k, v, out, lse, lookup, _reach(line), line_gradient, packed)
-    grad_line = attention_bwd(*inputs, *numbers, gradients=apart(gradients))
-    return gradients, q.new_empty(0) if grad_line is None or line is None else grad_line.to(line.dtype)
+    grad_line, sums = attention_bwd(*inputs, *numbers, gradients=apart(gradients), summed=summed)
+    grad_line = q.new_empty(0) if grad_line is None or line is None else grad_line.to(line.dtype)
+    return gradients, grad_line, q.new_empty(0, dtype=torch.float32) if sums is None else sums
 
 
 def _fake_fwd(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -171,9 +176,11 @@ def _fake_bwd(
     lookup: Tensor | None,
     line_gradient: bool,
     *others: Any,
-) -> tuple[list[Tensor], Tensor]:
+) -> tuple[list[Tensor], Tensor, Tensor]:
     grad_line = line.new_empty(line.shape) if line is not None and line_gradient else q.new_empty(0)
-    return gradients_of(q, k, v, others[-1]), grad_line
+    *_, stacked, summed = others
+    sums = q.new_empty((3, *q.shape[1:]) if summed else (0,), dtype=torch.float32)
+    return gradients_of(q, k, v, stacked), grad_line, sums
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -187,11 +194,16 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     scale, dropout_p, place, bounded = ctx.numbers
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     wanted = line is not None and ctx.needs_input_grad[3]
-    numbers = (scale, dropout_p, seed, place, bounded, stacked_of(q, k, v))
-    gradients, grad_line = torch.ops.maelm_fast.attention_triton_bwd(
+    summed = grad_lse is None and q.shape[-1] <= SUMMED_DIM and not torch.compiler.is_compiling()
+    numbers = (scale, dropout_p, seed, place, bounded, stacked_of(q, k, v), summed)
+    gradients, grad_line, sums = torch.ops.maelm_fast.attention_triton_bwd(
         grad_out, grad_lse, q, k, v, out, lse, line, lookup, wanted, *layout, *numbers
     )
-    return (*apart(gradients), grad_line if wanted else None)
+    each = apart(gradients)
+    if summed:
+        for gradient, its in zip(each, sums, strict=True):
+            keep_row_sums(gradient, its)
+    return (*each, grad_line if wanted else None)
 
 
 describe("attention_triton_fwd", _fake_fwd, _setup_context, _backward)

@@ -60,7 +60,7 @@ class ClozeProblem(SentenceProblem):
     def __init__(self, data: TaskData, encoder: TextEncoder, template: Template, config: FinetuneConfig) -> None:
         """Raises UserError if a label word is not one token of the encoder's, or the template does not fit."""
         asked: Any = _Asked(Prompts(encoder.tokenizer, template), encoder.max_length)
-        self.label_ids = label_ids(encoder.tokenizer, template, len(data.task.text_columns))
+        self.label_ids = label_ids(encoder.tokenizer, template)
         super().__init__(data, asked, config)
 
     def model(self, encoder: Any, config: FinetuneConfig) -> ClozeModel:  # type: ignore[override]

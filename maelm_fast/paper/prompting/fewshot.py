@@ -24,7 +24,7 @@ from maelm_fast.encoders import TextEncoder
 from maelm_fast.finetuning.config import FinetuneConfig
 from maelm_fast.finetuning.examples import Examples, TaskData
 from maelm_fast.finetuning.problem import Problem
-from maelm_fast.finetuning.run import Watch, train
+from maelm_fast.finetuning.run import train
 from maelm_fast.paper.prompting.templates import POLES
 from maelm_fast.stop import Stop
 
@@ -107,7 +107,6 @@ def few_shot(
     base: FinetuneConfig,
     seed: int,
     *,
-    watch: Watch | None = None,
     resume: Path | None = None,
     stop: Stop = lambda: None,
 ) -> tuple[dict[str, Any], nn.Module]:
@@ -129,7 +128,7 @@ def few_shot(
             )
             problem = make(TaskData(data.task, repeated, {DEVELOPMENT: development}, ()), config)
             state = resume / f"lr{lr:g}-batch{size}" if resume else None
-            result, model, _ = train(problem, encoder, config, watch=watch, resume=state, stop=stop)
+            result, model, _ = train(problem, encoder, config, resume=state, stop=stop)
             cells.append(
                 {
                     "lr": lr,

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from maelm_fast.errors import UserError
+from maelm_fast.data.files import writing
 from maelm_fast.finetuning.examples import Examples
 from maelm_fast.finetuning.metrics import guessed
+from maelm_fast.finetuning.report import task_table
 from maelm_fast.paper.prompting.plan import Mode, Plan, Unit
 from maelm_fast.paper.prompting.templates import TEMPLATES
 from maelm_fast.paper.scores import AVERAGE, averages, columns, filled
@@ -44,11 +45,9 @@ def write_report(
         found = [(unit, results[unit.identity]) for unit in plan.units if unit.identity in results]
         rows = _rows(plan, found, about)
         tables = _tables(plan, rows, printed or {})
-        try:
+        with writing(out, "the same command resumes"):
             write_results(out, rows)
             write_text(out / REPORT, "\n".join([*tables, *_explained(plan, found, about)]).rstrip() + "\n")
-        except OSError as error:
-            raise UserError(f"cannot write in {out}: {error.strerror}; the same command resumes") from None
     return "\n".join(tables).rstrip()
 
 
@@ -127,21 +126,7 @@ def _explained(plan: Plan, found: Found, about: dict[str, dict[str, Any]]) -> li
         "- The test is the task's validation split. MRPC and QQP are scored by F1 and STS-B by Pearson's correlation, "
         "as in Gao et al., whose RoBERTa rows the paper's Table 7 shows; elsewhere it has accuracy and Spearman's.",
     ]
-    lines += [f"- {question.data.task.title}: {note}" for question in plan.questions for note in question.data.notes]
-    cut = (
-        f"- {unit.model.label} {unit.question.name} {unit.mode}, {split}: {part['cut']} of {part['inputs']} inputs "
-        f"were cut ({part['cut_tokens']} tokens); the longest had {part['longest']}"
-        for unit, result in found
-        for split, part in result["test_truncation"].items()
-        if part["cut"]
-    )
-    lines += dict.fromkeys(cut)  # said once, since it does not depend on the draw
-    for unit, result in found:
-        for split, matrix in result.get("confusion", {}).items():
-            names = unit.question.data.task.labels
-            given = [name for i, name in enumerate(names) if any(row[i] for row in matrix)]
-            if len(given) == 1:
-                lines += [f"- {unit.title}, {split}: the model answers '{given[0]}' to everything"]
     if missing := len(plan.units) - len(found):
         lines += [f"- {missing} of {len(plan.units)} units are not finished yet."]
-    return lines
+    truncation = {unit.question.name: result["test_truncation"] for unit, result in reversed(found)}
+    return [*lines, "", "## Tasks", "", *task_table((question.data for question in plan.questions), truncation)]

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from maelm_fast import work
+from maelm_fast.data.files import writing
 from maelm_fast.errors import UserError
 from maelm_fast.finetuning.examples import Examples
-from maelm_fast.finetuning.run import Watch
 from maelm_fast.paper.prompting.fewshot import draw
 from maelm_fast.paper.prompting.plan import Plan, Unit
 from maelm_fast.paper.prompting.templates import label_ids, shown
@@ -41,7 +41,7 @@ def check(plan: Plan) -> dict[str, dict[str, Any]]:
         about = found[model.label] = {"engine": encoder.engine, "mask_in": encoder.mask_in, "label_tokens": {}}
         for question in plan.questions if encoder.mask_in else ():
             try:
-                ids = label_ids(encoder.tokenizer, question.template, len(question.data.task.text_columns))
+                ids = label_ids(encoder.tokenizer, question.template)
             except UserError as error:
                 raise UserError(f"{model.label}, {question.name}: {error}") from None
             tokens = shown(encoder.tokenizer, ids).split()
@@ -49,28 +49,25 @@ def check(plan: Plan) -> dict[str, dict[str, Any]]:
     return found
 
 
-def run_plan(plan: Plan, out: Path, watch: Watch | None = None) -> None:
+def run_plan(plan: Plan, out: Path) -> None:
     """Works until every unit is finished, by this process or another.
 
     Raises Stopped after SIGTERM or SIGINT, UserError if a unit fails; what was finished before stays finished."""
-    work.work(plan.units, _Worker(Trials(out), out, watch), out, keep_going=False)
+    work.work(plan.units, _Worker(Trials(out), out), out, keep_going=False)
 
 
 @dataclass
 class _Worker(work.Worker[Unit]):
     trials: Trials
     out: Path
-    watch: Watch | None
 
     def do(self, unit: Unit, stop: StopSignals) -> dict[str, Any]:
         started = time.perf_counter()
-        result, predictions = self.trials.prompt(unit, stop, self.watch)
+        result, predictions = self.trials.prompt(unit, stop)
         path = self.out / "predictions" / unit.predictions
-        try:
+        with writing(path, "the same command resumes"):
             path.parent.mkdir(exist_ok=True)
             write_text(path, "".join(json.dumps(row) + "\n" for row in predictions))
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}; the same command resumes") from None
         return {**result, "seconds": time.perf_counter() - started}
 
     def after(self, unit: Unit, row: dict[str, Any]) -> str:

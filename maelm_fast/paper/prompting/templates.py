@@ -22,7 +22,7 @@ from maelm_fast.text import Inputs, TextTokenizer
 
 POLES = ("low", "high")
 """What takes the place of the classes in a regression task: the two ends of its range."""
-_FIELD = re.compile(r"\{([^{}]*)\}")
+_FIELD = re.compile(r"\{(mask|([12])(-?)(l?))\}")
 _LAST_PUNCTUATION = ".,;:!?"
 _PAIR = "{1} {mask}, {2l}"
 _QUESTION = "{1-}? {mask}, {2l}"
@@ -75,75 +75,25 @@ def template_for(task: Task, text: str | None = None, words: Sequence[str] | Non
             f"{task.name}: no label word for class '{missing[0]}': give --label-words, one word for each of "
             f"{', '.join(classes)}, in this order"
         )
-    parse(template.text, len(task.text_columns))
+    check_text(template.text, len(task.text_columns))
     return replace(template, words={name: template.words[name] for name in classes})
 
 
-@dataclass(frozen=True)
-class Field:
-    """A text of the example in a template. text: 0 or 1."""
-
-    text: int
-    without_punctuation: bool = False
-    lower: bool = False
-
-    def value(self, text: str) -> str:
-        """Line breaks become spaces: in pretraining the end of a line is a token."""
-        text = " ".join(text.splitlines()).strip()
-        if self.without_punctuation and text.endswith(tuple(_LAST_PUNCTUATION)):
-            text = text[:-1].rstrip()
-        return text[:1].lower() + text[1:] if self.lower else text
-
-
-Part = str | Field
-
-
-@dataclass(frozen=True)
-class Halves:
-    """A template cut at its mask: text and fields in turn."""
-
-    before: list[Part]
-    behind: list[Part]
-
-    @property
-    def spaced(self) -> bool | None:
-        """Whether a space stands before the mask; None if nothing does."""
-        if not self.before:
-            return None
-        last = self.before[-1]
-        return isinstance(last, str) and last.endswith(" ")
-
-
-def parse(template: str, texts: int) -> Halves:
+def check_text(text: str, texts: int) -> None:
     """Raises UserError for unknown fields, and unless {mask} and each of the example's `texts` texts are there once."""
-    halves: list[list[Part]] = [[]]
-    used: list[int] = []
-    for place, piece in enumerate(_FIELD.split(template)):
-        if place % 2 == 0:
-            require("{" not in piece and "}" not in piece, f"--template '{template}': a brace without its partner")
-            if piece:
-                halves[-1].append(piece)
-        elif piece == "mask":
-            halves.append([])
-        else:
-            known = re.fullmatch(r"([12])(-?)(l?)", piece)
-            if known is None or int(known[1]) > texts:
-                raise UserError(
-                    f"--template '{template}': unknown field {{{piece}}}; there are {{mask}}, {_texts(texts)}, and "
-                    "{1-} (without its last punctuation mark), {1l} (first letter in lower case)"
-                )
-            used.append(int(known[1]) - 1)
-            halves[-1].append(Field(used[-1], bool(known[2]), bool(known[3])))
-    require(len(halves) == 2, f"--template '{template}' needs {{mask}} once, where the label word belongs")
-    require(
-        sorted(used) == list(range(texts)),
-        f"--template '{template}' needs each text of the example once: {_texts(texts)}",
-    )
-    return Halves(halves[0], halves[1])
-
-
-def _texts(texts: int) -> str:
-    return " and ".join(f"{{{i + 1}}}" for i in range(texts))
+    said, wanted = f"--template '{text}'", [str(i + 1) for i in range(texts)]
+    there = " and ".join(f"{{{name}}}" for name in wanted)
+    fields: list[str] = []
+    for piece in re.findall(r"\{[^{}]*\}?|\}", text):
+        field = _FIELD.fullmatch(piece)
+        fields.append((field[2] or field[1]) if field else piece)
+        require(
+            fields[-1] in (*wanted, "mask"),
+            f"{said}: unknown field {piece}; there are {{mask}}, {there}, and {{1-}} (without its last punctuation "
+            "mark), {1l} (first letter in lower case)",
+        )
+    require(fields.count("mask") == 1, f"{said} needs {{mask}} once, where the label word belongs")
+    require(len(fields) == texts + 1 and {*fields} >= {*wanted}, f"{said} needs each text of the example once: {there}")
 
 
 @dataclass(frozen=True)
@@ -157,8 +107,7 @@ class Prompts:
         """texts: one list of n strings for each text of the template. An input is [CLS] ... [MASK] ... [SEP].
 
         Raises UserError if not even the template fits into max_length tokens."""
-        halves = parse(self.template.text, len(texts))
-        rows = list(zip(*texts, strict=True))
+        halves, rows = _halves(self.template), list(zip(*texts, strict=True))
         ids = _tokenise(self.tokenizer, halves, rows)
         longest = max(map(len, ids), default=0)
         cut = cut_tokens = 0
@@ -169,12 +118,13 @@ class Prompts:
         return Inputs(ids, None, cut, cut_tokens, longest)
 
 
-def label_ids(tokenizer: TextTokenizer, template: Template, texts: int) -> list[int]:
+def label_ids(tokenizer: TextTokenizer, template: Template) -> list[int]:
     """The token of each label word, in the template's order: of the word as it is written, else in lower case.
 
     Raises UserError if a word is more than one token, or two classes have the same one."""
-    spaced = parse(template.text, texts).spaced
-    if spaced is None:
+    before, _ = _halves(template)
+    spaced = before.endswith(" ")
+    if not before:
         spaced = not np.array_equal(tokenizer.tokenize(["a"])[0], tokenizer.tokenize(["a"], as_is=True)[0])
     found: dict[int, str] = {}
     for name, word in template.words.items():
@@ -200,18 +150,36 @@ def shown(tokenizer: TextTokenizer, ids: Sequence[int] | NDArray[np.int32]) -> s
     return " ".join(str(tokenizer.backend.id_to_token(int(i))) for i in ids)
 
 
-def _tokenise(tokenizer: TextTokenizer, halves: Halves, rows: Sequence[Sequence[str]]) -> list[NDArray[np.int32]]:
-    before = tokenizer.tokenize([_written(halves.before, row) for row in rows])
-    behind = tokenizer.tokenize([_written(halves.behind, row).rstrip() for row in rows], as_is=True)
+def _halves(template: Template) -> tuple[str, str]:
+    """What stands before the mask, and behind it."""
+    before, behind = template.text.split("{mask}")
+    return before, behind
+
+
+def _tokenise(
+    tokenizer: TextTokenizer, halves: tuple[str, str], rows: Sequence[Sequence[str]]
+) -> list[NDArray[np.int32]]:
+    before = tokenizer.tokenize([_filled(halves[0], row) for row in rows])
+    behind = tokenizer.tokenize([_filled(halves[1], row).rstrip() for row in rows], as_is=True)
     mask = np.array([tokenizer.mask_id], dtype=np.int32)
     return [tokenizer.join(np.concatenate([a, mask, b])) for a, b in zip(before, behind, strict=True)]
 
 
-def _written(half: list[Part], row: Sequence[str]) -> str:
-    return "".join(part.value(row[part.text]) if isinstance(part, Field) else part for part in half)
+def _filled(half: str, row: Sequence[str]) -> str:
+    """Line breaks in a text become spaces: in pretraining the end of a line is a token."""
+
+    def value(field: re.Match[str]) -> str:
+        text = " ".join(row[int(field[2]) - 1].splitlines()).strip()
+        if field[3] and text.endswith(tuple(_LAST_PUNCTUATION)):
+            text = text[:-1].rstrip()
+        return text[:1].lower() + text[1:] if field[4] else text
+
+    return _FIELD.sub(value, half)
 
 
-def _shortened(tokenizer: TextTokenizer, halves: Halves, row: Sequence[str], max_length: int) -> NDArray[np.int32]:
+def _shortened(
+    tokenizer: TextTokenizer, halves: tuple[str, str], row: Sequence[str], max_length: int
+) -> NDArray[np.int32]:
     """The input with less text: as many of the last tokens of its texts, the longer one's first, as are too many are
     taken away, until it fits. Their neighbours may then be cut into other tokens, hence "until"."""
     texts = list(row)
