@@ -6,17 +6,16 @@
 
 1. Gate: on two sequences of the case, ours must agree with the reference in output and every gradient, or nothing of
    the case is timed. At the size that is timed, what computes the same as ours must agree with ours, or it is skipped.
-2. Time: A B C A B C ...; by events on a GPU, the L2 cache flushed between calls. The backward pass alone walks a kept
-   graph again and again. A ratio is the median of the rounds' ratios to the yardstick, with quartiles.
-   Ours also runs with other tiles that may be faster, those of kernels/attention_tiles.py's CANDIDATES.
+2. Time: A B C A B C ...; by events on a GPU, the L2 cache flushed between calls. A ratio is the median of the rounds'
+   ratios to the yardstick, with quartiles. Ours also runs with other tiles that may be faster, those of
+   kernels/attention_tiles.py's CANDIDATES.
 3. TFLOP/s count 4 head_dim per pair and head forward, 2.5 times that backward, whatever a kernel recomputes.
 
 Each phase's rows are written before the next begins. Who fails, wherever, has a row with the reason, and the others go
 on; the exit status is 1 if ours failed.
 
 The yardstick on a GPU is PyTorch's varlen attention, in every case without bias and dropout, which it does not have;
-on a CPU, the reference. Which kernel it takes depends on the release (FlashAttention 2, cuDNN): a row names the kernel
-that took most of the time.
+on a CPU, the reference. Which kernel it takes depends on the release (FlashAttention 2, cuDNN).
 
 What the layers of a model share is made before the clock starts, and timed by itself, as phase "once": the bias spread
 out for our kernel, FlexAttention's block mask, the bias of all pairs for SDPA. SDPA is spared the padding and the way
@@ -37,11 +36,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._functorch.config as functorch_config
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measure import GATE, Call, Failed, distance, environment, quartiles, reason, release, times_base, turns
 from benchmarks.program import Parser, count, ours_failed, recorded, several, start
@@ -74,7 +71,7 @@ CONTESTANTS = {
 }
 DENSE = ("cudnn", "sdpa")
 YARDSTICK = {"cpu": "reference", "cuda": "torch varlen"}
-PHASES = {"fwd+bwd": 3.5, "fwd": 1.0, "bwd": 2.5, "once": 0.0}  # FLOPs, times those of a forward pass
+PHASES = {"fwd+bwd": 3.5, "fwd": 1.0, "once": 0.0}  # FLOPs, times those of a forward pass
 WRITTEN_OUT_LIMIT = 20e9  # bytes
 LINE_STD = 0.5  # of the bias table: enough that a gate sees a bias that is left out
 
@@ -196,15 +193,9 @@ class Contestant:
         return packed + [g for g in grads[3:] if g.dim() == 2]  # SDPA has the written-out bias's, not the line's
 
     def call(self, phase: str) -> Call:
-        graph: list[Tensor] = []  # of a forward pass, made by the first call
-
         def forward() -> Tensor:
             with torch.no_grad():
                 return self.forward()
-
-        def backward() -> Any:
-            graph[:] = graph or [self.forward()]
-            return torch.autograd.grad(graph[0], self.wanted, self.upstream, retain_graph=True)
 
         def both() -> Any:
             return torch.autograd.grad(self.forward(), self.wanted, self.upstream)
@@ -213,7 +204,7 @@ class Contestant:
             with self.within():
                 return chosen()
 
-        chosen = {"fwd": forward, "bwd": backward, "fwd+bwd": both, "once": self.once or forward}[phase]
+        chosen = {"fwd": forward, "fwd+bwd": both, "once": self.once or forward}[phase]
         return run
 
 
@@ -366,7 +357,6 @@ def measured(setting: Setting, rounds: int) -> Iterator[Row]:
         yield row("ours", None, reason(error))
         return
     yield from (row(name, None, why) for name, why in skipped.items())
-    kernels = {one.name: longest_kernel(one, setting.device) for one, _ in made}
     for phase, factor in PHASES.items():
         able = [(one, apart) for one, apart in made if one.name not in skipped and (phase != "once" or one.once)]
         taken, failed = turns({one.name: one.call(phase) for one, _ in able}, setting.device, rounds)
@@ -381,28 +371,12 @@ def measured(setting: Setting, rounds: int) -> Iterator[Row]:
                 phase,
                 None,
                 gate=float(f"{furthest:.2g}"),
-                kernel=kernels[one.name],
                 from_ours=None if apart is None else float(f"{apart:.2g}"),
                 ms=quartiles([1000 * s for s in taken[one.name]]),
                 tflop_per_s=quartiles([factor * setting.flops / s / 1e12 for s in taken[one.name]]),
                 yardstick=yardstick if ratio else None,
                 ratio=ratio,
             )
-
-
-def longest_kernel(one: Contestant, device: str) -> str | None:
-    """The kernel that takes most of a forward and backward pass, on a GPU, as the profiler calls it."""
-    if device != "cuda":
-        return None
-    try:
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            one.results()
-            torch.cuda.synchronize()
-        events = [event for event in profiler.key_averages() if event.self_device_time_total > 0]
-    except RuntimeError as error:
-        print(f"{one.name}: not profiled: {reason(error)}")
-        return None
-    return max(events, key=lambda event: event.self_device_time_total).key if events else None
 
 
 def settings(names: Sequence[str], tokens: int, device: str) -> list[Setting]:
@@ -444,10 +418,7 @@ def run(options: argparse.Namespace) -> int:
             yield from (machine | row for row in measured(setting, rounds))
             release()
 
-    # A compiled backward pass refuses to be walked twice, unless it is told not to reuse what the forward pass kept. It
-    # asks on the thread it runs in, and a configuration holds for one thread: hence no others.
-    with functorch_config.patch(donated_buffer=False), torch.autograd.set_multithreading_enabled(False):
-        return ours_failed(recorded("attention", rows(), options.out))
+    return ours_failed(recorded("attention", rows(), options.out))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,10 +8,10 @@ A step of benchmarks.train_step reaches that share of the products' rate which i
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 
@@ -24,11 +24,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 
 
-def multiply(product: tuple[str, int, int, int], device: str, dtype: torch.dtype) -> Call:
-    layout, m, n, k = product
-    a = torch.randn((k, m) if layout == "grad_weight" else (m, k), device=device, dtype=dtype)
-    b = torch.randn((n, k) if layout == "forward" else (k, n), device=device, dtype=dtype)
-    return partial(torch.mm, a.t() if layout == "grad_weight" else a, b.t() if layout == "forward" else b)
+def three(rows: int, inputs: int, outputs: int, device: str, dtype: torch.dtype) -> Call:
+    """A linear layer's products: forward, and of the gradients of its input and its weight."""
+    x, y = (torch.randn(rows, width, device=device, dtype=dtype) for width in (inputs, outputs))
+    weight = torch.randn(outputs, inputs, device=device, dtype=dtype)
+    return lambda: (x @ weight.t(), y @ weight, y.t() @ x)
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
@@ -36,22 +36,17 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
     device, dtype = options.device, DTYPES[options.precision]
     source = torch.ones(COPY_BYTES[device], dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    counted: dict[str, Counter[tuple[str, int, int, int]]] = {}
-    for model in options.models:
-        counted[model] = Counter()
-        for cost in step_of(model, options.batch, options.seq, options.rate, 0.1, True, dtype.itemsize).costs():
-            if cost.product:
-                counted[model][cost.product] += cost.launches
-    products = {str(product): product for of_model in counted.values() for product in of_model}
-    calls = {name: multiply(product, device, dtype) for name, product in products.items()}
+    asked = (options.batch, options.seq, options.rate, 0.1, True, dtype.itemsize)
+    counted = {model: Counter(step_of(model, *asked).products()) for model in options.models}
+    shapes = {str(shape): shape for of_model in counted.values() for shape in of_model}
+    calls = {name: three(*shape, device, dtype) for name, shape in shapes.items()}
     taken, _ = turns({"copy": lambda: target.copy_(source), **calls}, device, options.rounds)
-    asked = {name: getattr(options, name) for name in ("precision", "batch", "seq", "rate", "rounds")}
-    shared = environment(device) | asked
+    shared = environment(device) | {x: getattr(options, x) for x in ("precision", "batch", "seq", "rate", "rounds")}
     copied = quartiles([2 * source.nbytes / s / 1e9 for s in taken["copy"]])
     yield shared | {"ceiling": "copy", "per_s": copied, "unit": "GB/s"}
     for model, of_model in counted.items():
-        flops = sum(2 * m * n * k * times for (_, m, n, k), times in of_model.items())
-        rounds = [sum(taken[str(p)][i] * times for p, times in of_model.items()) for i in range(options.rounds)]
+        flops = sum(6 * math.prod(shape) * times for shape, times in of_model.items())
+        rounds = [sum(taken[str(s)][i] * times for s, times in of_model.items()) for i in range(options.rounds)]
         rates = quartiles([flops / s / 1e12 for s in rounds])
         yield shared | {"ceiling": "products", "model": model, "per_s": rates, "unit": "TFLOP/s"}
 

@@ -10,48 +10,31 @@ not at all. Left out: evaluation, saving, waiting for the slowest process, failu
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
-import torch
-
-from benchmarks.cost import DOLLARS_PER_HOUR, dollars, most_kilowatt_hours
-from benchmarks.projection import CARDS, projected
+from benchmarks.cost import dollars, dollars_an_hour, most_kilowatt_hours
+from benchmarks.projection import CARDS, SINGLE, parameters, projected
 from benchmarks.tables import span
 from maelm_fast import presets
-from maelm_fast.model.maelm import MaeLm
 from maelm_fast.reporting import table
 
 MODELS, GPUS = ("base", "base++", "large++"), (8, 64)
 NODE = 8  # GPUs that NVLink connects
 MICRO_BATCH = 64  # sequences at most
 BACKWARD = 2 / 3  # of a micro-batch's time
-
-
-@dataclass(frozen=True)
-class Links:
-    """Bytes a second and direction of a GPU, in a node and between nodes: data sheets times `share`, an assumption."""
-
-    nvlink: float
-    network: float
-    share: float = 0.7
-
-
-LINKS = {"a100": Links(300e9, 25e9), "h200": Links(450e9, 50e9)}  # 200 and 400 Gb/s of network for each GPU
+SHARE = 0.7  # of a link's data sheet: an assumption
+NVLINK = {"a100": 300e9, "h200": 450e9}  # bytes a second and direction of a GPU in a node
+NETWORK = {"a100": 25e9, "h200": 50e9}  # and between nodes: 200 and 400 Gb/s for each GPU
 
 
 @dataclass(frozen=True)
 class Update:
-    """Seconds of one update; a range is (least, most)."""
+    """Seconds of one update; a range is (least, most). hidden: what of `sending` the optimistic end does not count."""
 
     compute: tuple[float, float]
     sending: float
     hidden: float
-    """What of `sending` the optimistic end does not count."""
 
     @property
     def taken(self) -> tuple[float, float]:
@@ -62,82 +45,45 @@ def update(model: str, card: str, gpus: int, sequences: int) -> Update:
     """One of `sequences` sequences of 512 on all GPUs together."""
     here = sequences // gpus
     micro = min(here, MICRO_BATCH)
-    options = argparse.Namespace(batch=micro, seq=512, rate=0.15, dropout=0.1, bias=True)
-    slow, fast = projected(model, options, CARDS[card])["tokens_per_s"]
-    compute = here * 512 / fast, here * 512 / slow
-    links = LINKS[card]
-    link = (links.nvlink if gpus <= NODE else links.network) * links.share
-    sending = 2 * (gpus - 1) / gpus * 4 * parameters(model) / link
-    return Update(compute, sending, min(sending, BACKWARD * micro * 512 / fast))
+    slow, fast = projected(model, CARDS[card], micro)["tokens_per_s"]
+    link = SHARE * (NVLINK if gpus <= NODE else NETWORK)[card]
+    sending = 2 * (gpus - 1) / gpus * SINGLE * parameters(presets.get(model).model) / link
+    return Update((here * 512 / fast, here * 512 / slow), sending, min(sending, BACKWARD * micro * 512 / fast))
 
 
-@cache
-def parameters(model: str) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in MaeLm(presets.get(model).model).parameters())
+def training(model: str, card: str, gpus: int) -> list[str]:
+    """One of the paper's runs, whole."""
+    optim, name = presets.get(model).optim, CARDS[card].name
+    hours = [seconds * optim.max_steps / 3600 for seconds in update(model, card, gpus, optim.batch_size).taken]
+    together = [h * gpus for h in hours]
+    price = [h * dollars_an_hour(name) for h in together]
+    return [model, name, str(gpus), span(hours, ".3g"), span(together, ",.0f"), span(price, ",.0f")]
 
 
-def training() -> list[list[str]]:
-    """The paper's runs, whole."""
-    rows = []
-    for model in MODELS:
-        optim = presets.get(model).optim
-        for card in LINKS:
-            for gpus in GPUS:
-                taken = update(model, card, gpus, optim.batch_size).taken
-                hours = [seconds * optim.max_steps / 3600 for seconds in taken]
-                price = next(price for gpu, price in DOLLARS_PER_HOUR.items() if CARDS[card].name.startswith(gpu))
-                rows.append(
-                    [
-                        model,
-                        CARDS[card].name,
-                        str(gpus),
-                        span(hours, ".3g"),
-                        span([h * gpus for h in hours], ",.0f"),
-                        span([h * gpus * price for h in hours], ",.0f"),
-                    ]
-                )
-    return rows
-
-
-def weak_scaling() -> list[list[str]]:
+def weak_scaling(card: str, gpus: int) -> list[str]:
     """`base`, with 256 sequences an update on each GPU."""
-    rows = []
-    for card in LINKS:
-        alone = update("base", card, 1, 256).taken
-        for gpus in (8, 16, 64, 256):
-            whole = update("base", card, gpus, 256 * gpus)
-            shares = sorted(a / b for a, b in zip(alone, whole.taken, strict=True))
-            rows.append([CARDS[card].name, str(gpus), f"{1000 * whole.sending:.0f}", span(shares, ".1%")])
-    return rows
+    alone, whole = (update("base", card, n, 256 * n) for n in (1, gpus))
+    shares = sorted(a / b for a, b in zip(alone.taken, whole.taken, strict=True))
+    return [CARDS[card].name, str(gpus), f"{1000 * whole.sending:.0f}", span(shares, ".1%")]
 
 
-def tokens() -> list[list[str]]:
+def tokens(model: str, card: str) -> list[str]:
     """What 1B tokens cost on one GPU."""
-    rows = []
-    for model, card in itertools.product(MODELS, LINKS):
-        name = CARDS[card].name
-        rates = [MICRO_BATCH * 512 / seconds for seconds in update(model, card, 1, MICRO_BATCH).taken]
-        price = [cost for rate in rates if (cost := dollars(name, rate)) is not None]
-        power = [most_kilowatt_hours(name, rate) for rate in rates]
-        rows.append([model, name, span(price, ".2f"), span(power, ".1f")])
-    return rows
+    name = CARDS[card].name
+    rates = [MICRO_BATCH * 512 / seconds for seconds in update(model, card, 1, MICRO_BATCH).taken]
+    price = [dollars(name, rate) or 0.0 for rate in rates]
+    return [model, name, span(price, ".2f"), span([most_kilowatt_hours(name, rate) for rate in rates], ".1f")]
 
 
 def report() -> str:
-    whole = table(("model", "GPU", "GPUs", "hours", "GPU-hours", "dollars"), training())
-    weak = table(("GPU", "GPUs", "ms to send the gradients", "of N times one GPU's rate"), weak_scaling())
-    each = table(("model", "GPU", "dollars per 1B tokens", "kWh per 1B tokens, at most"), tokens())
+    runs = itertools.product(MODELS, CARDS, GPUS)
+    whole = table(("model", "GPU", "GPUs", "hours", "GPU-hours", "dollars"), [training(*run) for run in runs])
+    more = [weak_scaling(*run) for run in itertools.product(CARDS, (8, 16, 64, 256))]
+    weak = table(("GPU", "GPUs", "ms to send the gradients", "of N times one GPU's rate"), more)
+    prices = [tokens(*run) for run in itertools.product(MODELS, CARDS)]
+    each = table(("model", "GPU", "dollars per 1B tokens", "kWh per 1B tokens, at most"), prices)
     return "\n".join([*whole, *weak, *each]).rstrip()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__.splitlines()[0]).parse_args(
-        arguments
-    )
-    print(report())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    print(report())

@@ -1,7 +1,7 @@
 """Who takes part in the comparison of training steps: our presets and their peers, made from one Settings.
 
 A contestant's name is a preset's, or a peer's (PEERS), with `_compiled` behind it if torch.compile gets the whole
-model: base, roberta_base_compiled, hf, hf_compiled, modernbert, padded. Its step is forward, backward, clip, fused
+model: base, roberta_base_compiled, hf, hf_compiled, padded. Its step is forward, backward, clip, fused
 AdamW, on the same batch, for all of them. A preset's may also be what a run makes of it: `_accumulated`, an update of
 MICRO_BATCHES micro-batches, and `_graph`, an update recorded as one CUDA graph.
 
@@ -25,14 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from benchmarks.padded import PaddedMaeLm, padded_inputs
-from benchmarks.peers import (
-    PAD_ID,
-    hugging_face_inputs,
-    hugging_face_roberta,
-    modernbert,
-    modernbert_base,
-    modernbert_flops,
-)
+from benchmarks.peers import PAD_ID, hugging_face_inputs, hugging_face_roberta
 from benchmarks.rows import COMPILED
 from maelm_fast import presets
 from maelm_fast.batch import PackedBatch
@@ -47,11 +40,9 @@ PEERS = {
     "hf": "Hugging Face RobertaForMaskedLM of the same dimensions, as it comes: sdpa attention",
     "hf_eager": "the same with eager attention",
     "hf_flash": "the same with flash_attention_2",
-    "modernbert": "Hugging Face ModernBertForMaskedLM, ModernBERT-base: another architecture",
     "padded": "MAE-LM computed as the released code computes it, with our weights",
 }
 ATTENTION = {"hf": "sdpa", "hf_eager": "eager", "hf_flash": "flash_attention_2"}
-SEES_MASK = (*ATTENTION, "modernbert")
 GRAPH, ACCUMULATED = "_graph", "_accumulated"
 MICRO_BATCHES = 8
 CLIP_NORM, LR = 2.0, 1e-4
@@ -98,7 +89,7 @@ class Settings:
             f"{name} needs a multiple of {MICRO_BATCHES} sequences, not {self.batch}",
         )
         require(variant != GRAPH or self.device == "cuda", f"{name} needs a GPU")
-        config = modernbert_base() if kind == "modernbert" else presets.get(self.shape if kind in PEERS else kind)
+        config = presets.get(self.shape if kind in PEERS else kind)
         if kind in ATTENTION:
             config = presets.as_roberta(config)
         masking = config.masking
@@ -109,7 +100,7 @@ class Settings:
             kind != "padded" or config.model.decoder == "self", f"{self.shape} has no self-attention decoder to pad"
         )
         changes: dict[str, Any] = {} if self.dropout is None else {"dropout": self.dropout}
-        if kind in SEES_MASK or self.bias is False:
+        if kind in ATTENTION or self.bias is False:
             changes["relative_bias"] = "none"
         elif self.bias and config.model.relative_bias == "none":
             changes["relative_bias"] = "t5"
@@ -151,13 +142,11 @@ class Settings:
 
 def sees_mask(kind: str, config: ModelConfig) -> bool:
     """Whether [MASK] stays in the encoder's row."""
-    return kind in SEES_MASK or (kind != "padded" and config.decoder == "none")
+    return kind in ATTENTION or (kind != "padded" and config.decoder == "none")
 
 
 def model_flops(kind: str, config: ModelConfig, batch: PackedBatch) -> int:
     """Of a forward and backward pass."""
-    if kind == "modernbert":
-        return modernbert_flops(config, batch.decoder.lengths)
     # hf: the last layer and the head compute every position. padded: the decoder's last layer does.
     scored = batch.decoder.lengths if kind in PEERS else batch.masked.lengths
     flops = training_flops(config, batch.visible.lengths, batch.decoder.lengths, scored)
@@ -225,8 +214,6 @@ class Contestant:
     def _peer(self) -> nn.Module:
         if self.kind in ATTENTION:
             return hugging_face_roberta(self.config, ATTENTION[self.kind])
-        if self.kind == "modernbert":
-            return modernbert(self.config, self.settings.device)
         return PaddedMaeLm(MaeLm(self.config))
 
     def _packed(self, epoch: int) -> PackedBatch:
@@ -236,7 +223,7 @@ class Contestant:
     def _inputs(self, batch: PackedBatch) -> Any:
         """What the model is called with, on the device, from a batch on the host."""
         device = self.settings.device
-        if self.kind in SEES_MASK:
+        if self.kind in ATTENTION:
             return {name: tensor.to(device) for name, tensor in hugging_face_inputs(batch).items()}
         if self.kind == "padded":
             return padded_inputs(batch).to(device)
@@ -249,7 +236,7 @@ class Contestant:
     def loss(self) -> Tensor:
         """Nats per masked token, 0-d."""
         loss: Tensor
-        if self.kind in SEES_MASK:
+        if self.kind in ATTENTION:
             loss = self._call(**self.inputs).loss
         elif self.kind == "padded":
             loss = self._call(self.inputs)

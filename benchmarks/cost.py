@@ -8,10 +8,14 @@ WATTS = {"NVIDIA A100": 400, "NVIDIA H200": 700}  # at most, by the SXM cards' d
 NOTE = ", ".join(f"{gpu} {price:.2f}" for gpu, price in DOLLARS_PER_HOUR.items()) + f" dollars an hour, as of {DATED}"
 
 
+def dollars_an_hour(device: str) -> float:
+    """0 of a device without a price."""
+    return next((price for gpu, price in DOLLARS_PER_HOUR.items() if device.startswith(gpu)), 0.0)
+
+
 def dollars(device: str, tokens_per_s: float) -> float | None:
     """Of 1B tokens; None on a device without a price."""
-    price = next((price for gpu, price in DOLLARS_PER_HOUR.items() if device.startswith(gpu)), None)
-    return None if price is None else price * 1e9 / tokens_per_s / 3600
+    return dollars_an_hour(device) * 1e9 / tokens_per_s / 3600 or None
 
 
 def kilowatt_hours(joules_per_mtoken: float) -> float:

@@ -1,7 +1,6 @@
 """Fine-tuning: examples per second of our loop against Hugging Face Trainer, the same model, data and hyperparameters.
 
     python -m benchmarks.finetune --data DIR                    # SST-2 as `finetune` reads it
-    python -m benchmarks.finetune                               # sentences of SST-2's lengths, from the embedded corpus
     python -m benchmarks.finetune --model DIR --data DIR        # a RoBERTa or MPNet directory instead of random weights
 
 ours         finetuning.run.train, packed
@@ -47,42 +46,17 @@ from maelm_fast.encoders import PackedEncoder, load_encoder, padded, padded_plac
 from maelm_fast.export.huggingface import export
 from maelm_fast.export.library import quiet, set_dropout
 from maelm_fast.finetuning.config import FinetuneConfig
-from maelm_fast.finetuning.examples import Examples, SpanExamples, TaskData, read_task
+from maelm_fast.finetuning.examples import Examples, TaskData, read_task
 from maelm_fast.finetuning.heads import SequenceModel
 from maelm_fast.finetuning.metrics import evaluate
 from maelm_fast.finetuning.problem import SentenceProblem, token_batch
 from maelm_fast.finetuning.run import device_of, train
-from maelm_fast.finetuning.tasks import custom, get
+from maelm_fast.finetuning.tasks import get
 from maelm_fast.training.rundir import LoadedRun, RunRecord, vocabulary_of
 from maelm_fast.training.trainer import build_model
 
 GATE = 1e-4  # largest difference of logits, which are of order 1
-WORDS = (1, 1, 2, 3, 4, 5, 7, 9, 12, 15, 21, 26, 35, 52)
-AT = (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
-"""SST-2's training file: words of its sentences, and at which quantiles."""
-KEYWORD = "the"
-_VALIDATION = 500
 _TOKENIZER_LINES = 20_000
-
-
-def sentences(count: int, seed: int = 0) -> TaskData:
-    """Word sequences of the embedded corpus with SST-2's lengths. The class says whether KEYWORD is among the words:
-    something that can be learnt, so that there is a result to compare."""
-    words = [word for document in embedded_corpus()[:400] for line in document for word in line.lower().split()]
-    draw = np.random.default_rng(seed)
-    total = count + _VALIDATION
-    lengths = np.interp(draw.random(total), AT, WORDS).round().astype(int)
-    starts = draw.integers(0, len(words) - max(WORDS), total)
-    texts = [" ".join(words[start : start + n]) for start, n in zip(starts, lengths, strict=True)]
-    labels = np.array([KEYWORD in text.split() for text in texts], np.int64)
-    task = replace(custom("classification", ("sentence",), "label"), labels=("without", "with"))
-
-    def split(name: str, part: slice) -> Examples:
-        ids = [str(i) for i in range(total)[part]]
-        return Examples(task, name, "embedded corpus", ids, (texts[part],), labels[part])
-
-    validation: dict[str, Examples | SpanExamples] = {"validation": split("validation", slice(count, None))}
-    return TaskData(task, split("train", slice(count)), validation, ("sentences of the embedded corpus",))
 
 
 def write_model(shape: str, out: Path) -> None:
@@ -265,10 +239,7 @@ def run(options: argparse.Namespace) -> None:
         device=options.device,
         precision=options.precision,
     )
-    if options.data:
-        data = read_task(get(options.task), options.data, limit=options.examples)
-    else:
-        data = sentences(options.examples)
+    data = read_task(get(options.task), options.data, limit=options.examples)
     with tempfile.TemporaryDirectory() as scratch:
         model = options.model or Path(scratch) / f"roberta_{options.shape}"
         if options.model is None:
@@ -282,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--shape", default="tiny", help="preset whose encoder's dimensions a model with random weights gets")
     add("--model", type=Path, help="a RoBERTa or MPNet directory instead")
     add("--task", default="sst2")
-    add("--data", help="where the task's files are (default: sentences of SST-2's lengths, made up)")
+    add("--data", required=True, help="where the task's files are")
     add("--examples", type=count, default=1600, help="trained on in a round")
     add("--batch", type=count, default=32)
     add("--lr", type=float, default=3e-4)

@@ -28,8 +28,7 @@ from maelm_fast.model.maelm import MaeLm
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3}  # relative difference of two losses summed in different orders
 NORM_TOLERANCE = 2e-2  # of two gradients' norms in bf16
-SEQUENCES = 8  # at most
-KERNEL_SEQUENCES = {"cpu": 2, "cuda": 8}  # likewise, where float64 is computed too
+SEQUENCES = {"cpu": 2, "cuda": 8}  # at most
 COMPILED_LAYERS = 2
 PLAIN = BackendConfig(
     embed_packed="reference",
@@ -45,7 +44,7 @@ PLAIN = BackendConfig(
 def gate(name: str, settings: Settings) -> dict[str, float]:
     """What was compared, by name; Failed if it does not agree."""
     kind, variant = split(name)
-    small = replace(settings, batch=min(settings.batch, SEQUENCES))
+    small = replace(settings, batch=min(settings.batch, SEQUENCES[settings.device]))
     plain = replace(small, dropout=0.0, precision="fp32")
     if variant == COMPILED:
         return _compiled(name, kind, plain)
@@ -56,7 +55,7 @@ def gate(name: str, settings: Settings) -> dict[str, float]:
         return _padded(plain)
     if kind in PEERS:  # there is nothing to compare it with
         return {}
-    return kernels(kind, replace(settings, batch=min(settings.batch, KERNEL_SEQUENCES[settings.device])))
+    return kernels(kind, small)
 
 
 def kernels(kind: str, settings: Settings) -> dict[str, float]:

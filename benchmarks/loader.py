@@ -12,9 +12,8 @@
 
 Tokens per second are by the clock; of one process also by its CPU time, which other work on the machine disturbs less.
 What was just written is in the page cache. A round in which the disk was read has major page faults, and the row counts
-them: with any, it measured the disk too. Memory is that of the process after its last turn; file-mapped pages are the
-page cache seen through the mapping, which the system takes back when it needs them: that they grow with the store is no
-growth of memory.
+them: with any, it measured the disk too. Memory is that of the process after its last turn, without file-mapped pages:
+those are the page cache, and grow with the store.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ import torch
 from benchmarks.measure import Failed, alone, environment, quartiles
 from benchmarks.program import Parser, count, recorded, several, start
 from benchmarks.rows import Row
-from maelm_fast import native
 from maelm_fast.batch import PackedBatch
 from maelm_fast.config import MaskingConfig, require
 from maelm_fast.data.loader import TrainingBatches, training_updates
@@ -129,7 +127,6 @@ def measured(path: Path, name: str, setting: Setting) -> list[Row]:
         "tokens": split.tokens,
         "seq_len": manifest.seq_len,
         "batch": setting.batch,
-        "implementation": "Python" if native.host() is None else "C++",
         "rounds": setting.rounds,
         "updates_a_round": setting.updates,
     }
@@ -189,13 +186,10 @@ def alone_in_turns(contestants: dict[tuple[str, int], TrainingBatches], setting:
     found = {}
     for case, taken in turns.items():
         by_clock, by_cpu, faults_of = zip(*taken, strict=True)
-        speed = quartiles(by_clock)
         found[case] = {
-            "tokens_per_s": speed,
-            "tokens_per_s_per_core": speed,
+            "tokens_per_s_per_core": quartiles(by_clock),
             "tokens_per_cpu_s": quartiles(by_cpu),
             "major_faults": sum(faults_of),
-            "pinned": False,
         }
     return found
 
@@ -211,14 +205,8 @@ def with_workers(batches: TrainingBatches, workers: int, setting: Setting) -> Ro
     for _ in range(setting.rounds):
         began = time.perf_counter()
         tokens = sum(map(original, itertools.islice(updates, setting.updates)))
-        speeds.append(tokens / (time.perf_counter() - began))
-    return {
-        "tokens_per_s": quartiles(speeds),
-        "tokens_per_s_per_core": quartiles([s / workers for s in speeds]),
-        "tokens_per_cpu_s": None,
-        "major_faults": None,
-        "pinned": pinned,
-    }
+        speeds.append(tokens / (time.perf_counter() - began) / workers)
+    return {"tokens_per_s_per_core": quartiles(speeds), "tokens_per_cpu_s": None, "major_faults": None}
 
 
 def original(update: Update) -> int:
@@ -226,29 +214,22 @@ def original(update: Update) -> int:
 
 
 def fill(batches: TrainingBatches) -> dict[str, float]:
-    """Tokens over the room of the micro-batches: all, of micro_batch full samples each; even, of the update's
-    fullest."""
-    tokens = room = even = 0
+    """Tokens over the room of the micro-batches, of micro_batch full samples each."""
+    tokens = room = 0
     for update in range(FILL_UPDATES):
         lengths = batches.store.sample_lengths(batches.samples(update)[0])
         order, counts = batches.placed(lengths)
         used = np.add.reduceat(lengths[order], np.cumsum([0, *counts[:-1]]))
         tokens += int(used.sum())
         room += len(used) * batches.micro_batch_tokens
-        even += len(used) * int(used.max())
-    return {"all": round(tokens / room, 4), "even": round(tokens / even, 4)}
+    return {"all": round(tokens / room, 4)}
 
 
 def resident() -> dict[str, float | None]:
-    """MB of this process: anonymous memory; and the rest, files mapped and memory shared with loader processes."""
+    """MB of anonymous memory of this process."""
     rollup = Path("/proc/self/smaps_rollup")
-    if not rollup.exists():
-        return {"rss_anon_mb": None, "rss_file_mb": None}
-    found = {name: int(size) / 1024 for name, size in re.findall(r"^(\w+): +(\d+) kB", rollup.read_text(), re.M)}
-    return {
-        "rss_anon_mb": round(found["Anonymous"], 1),
-        "rss_file_mb": round(found["Rss"] - found["Anonymous"], 1),
-    }
+    found = re.search(r"^Anonymous: +(\d+) kB", rollup.read_text(), re.M) if rollup.exists() else None
+    return {"rss_anon_mb": round(int(found[1]) / 1024, 1) if found else None}
 
 
 def major_faults() -> int:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maelm_fast.data.files import written_aside
 from maelm_fast.errors import UserError
 from maelm_fast.training.hardware import cpu_has_bf16
 
@@ -218,13 +219,19 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Each row is in the file before the next one is made."""
+def append_rows(path: Path, rows: Iterable[dict[str, Any]], alike: Sequence[str] = ()) -> None:
+    """Each row is in the file before the next one is made. alike: fields; a row takes the place of an earlier one that
+    is alike in them."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        for row in rows:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
+    for row in rows:
+        old = path.read_text().splitlines(keepends=True) if alike and path.exists() else []
+        kept = [line for line in old if any(json.loads(line).get(name) != row[name] for name in alike)]
+        if len(kept) < len(old):
+            with written_aside(path) as aside:
+                aside.write("".join([*kept, json.dumps(row) + "\n"]).encode())
+        else:
+            with path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
 
 
 def _cpu_model() -> str:

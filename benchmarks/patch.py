@@ -1,7 +1,6 @@
 """A Hugging Face RoBERTa patched, against the same RoBERTa as it comes: training steps on real lengths, in turns.
 
     python -m benchmarks.patch --data corpus/ --out benchmarks/results/patch_cpu.jsonl
-    python -m benchmarks.patch                  # random tokens, in the lengths that Wikipedia and novels have
 
 patched     maelm_fast.patch(model)
 attention   the model with attention `maelm` by name, and nothing else
@@ -50,12 +49,6 @@ from maelm_fast.integrations.transformers.patch import patch, unpatch
 
 BATCH = {"paragraphs": 32, "documents": 8}
 LONGEST, SHORTEST, RATE, IGNORED = 512, 4, 0.15, -100
-AT = (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
-QUANTILES = {
-    "paragraphs": (5, 12, 16, 23, 31, 41, 52, 66, 83, 107, 146, 188, 290, 512),
-    "documents": (9, 152, 250, 357, 406, 436, 456, 472, 485, 495, 504, 509, 512, 512),
-}
-"""Tokens of a text, special ones included, and at which quantiles: of 5 MB of Wikipedia and novels."""
 GATE_TEXTS = 4
 Texts = dict[str, list[NDArray[np.int64]]]
 
@@ -71,17 +64,6 @@ def texts_of(data: Sequence[str], longest: int, vocab_size: int) -> Texts:
     lines = [line for row in documents for line in np.split(row[1:], np.flatnonzero(row[1:] == EOS) + 1)]
     paragraphs = [np.concatenate([[BOS], line]) for line in lines if len(line) >= SHORTEST]
     return {"paragraphs": paragraphs, "documents": documents}
-
-
-def made_up_texts(longest: int, vocab_size: int, count: int = 2000) -> Texts:
-    """By mix: random tokens, and QUANTILES' lengths, so scaled that none is above `longest`."""
-    draw = np.random.default_rng(0)
-
-    def texts(quantiles: Sequence[int]) -> list[NDArray[np.int64]]:
-        drawn = np.interp(draw.random(count), AT, quantiles) * longest / LONGEST
-        return [draw.integers(EOS + 1, vocab_size - 1, max(SHORTEST, int(n))) for n in drawn]
-
-    return {mix: texts(quantiles) for mix, quantiles in QUANTILES.items()}
 
 
 def batch_of(texts: Sequence[NDArray[np.int64]], size: int, vocab_size: int, seed: int) -> dict[str, Tensor]:
@@ -201,10 +183,7 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
     shape |= {"ffn_size": 4 * options.width, "vocab_size": options.vocab}
     changes = {**shape, "dropout": options.dropout, "relative_bias": "none"}
     model = presets.change(presets.get("roberta_base"), model=changes).model
-    if options.data:
-        texts = texts_of(options.data, options.longest, options.vocab)
-    else:
-        texts = made_up_texts(options.longest, options.vocab)
+    texts = texts_of(options.data, options.longest, options.vocab)
     torch.manual_seed(0)
     comparison = Comparison(hugging_face_roberta(model), precision, options.device)
     about = environment(options.device) | {
@@ -215,7 +194,6 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
         "hidden_size": model.hidden_size,
         "vocab": model.vocab_size,
         "dropout": model.dropout,
-        "texts": "real" if options.data else "quantiles",
     }
     for mix in options.mixes:
         size = options.batch or BATCH[mix]
@@ -233,7 +211,7 @@ def run(options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser("patch", __doc__, rounds=5, device="cpu", precision=True)
     add = parser.add_argument
-    add("--data", nargs="*", help="text files or directories (default: lengths as they were in 5 MB of text)")
+    add("--data", nargs="+", required=True, help="text files or directories")
     add("--mixes", type=several(*BATCH), default=list(BATCH))
     add("--contestants", type=several(*PATCHED), default=["patched", *STOCK[:2]], help=f"of {', '.join(PATCHED)}")
     add("--batch", type=count, help=f"texts (default: {', '.join(f'{size} {mix}' for mix, size in BATCH.items())})")

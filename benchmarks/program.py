@@ -94,16 +94,17 @@ def precision_of(options: argparse.Namespace) -> str:
     return choose_precision(RuntimeConfig(precision=options.precision), torch.device(options.device))
 
 
-def recorded(format_: str, rows: Iterable[Row], out: Path | None) -> list[Row]:
-    """Prints each row, and adds it to the file before the next one is made; then the report's tables of them."""
+def recorded(format_: str, rows: Iterable[Row], out: Path | None, alike: Sequence[str] = ()) -> list[Row]:
+    """Prints each row, and adds it to the file before the next one is made (alike: see append_rows); then the report's
+    tables of them."""
     found: list[Row] = []
     for row in rows:
-        if not found:
+        if not found and "load" in row:  # a projection has none
             print(f"{machine(row)}, load {row['load']}, commit {row['commit']}")
         print(told(format_, row), flush=True)
         found.append(row)
         if out:
-            append_rows(out, [row])
+            append_rows(out, [row], alike)
     timed = [row for row in found if not row.get("skipped")]
     if format_ in report_ops.TABLES:
         print("", *(table.text() for table in report_ops.tables(format_, timed)), sep="\n\n")

@@ -2,19 +2,18 @@
 
     python -m benchmarks.projection --dropout 0.1 --bias --out benchmarks/results/projection.jsonl
 
-Every launch of a step is counted: its FLOPs, and the fewest bytes it can move (each argument read once, each result
-written once, of a table as many rows as there are look-ups). Launches follow one another; each takes the longest of its
-limits and nothing for the launch itself. The share of the peak that matrix products reach is what is known least, so it
-is a range, and the result is one. The other shares are printed with their source.
+Counted are the FLOPs of every matrix product, the score pairs of attention, and for whatever only moves memory how
+often it goes over a tensor of activations, weights or logits; what is one vector long is left out. One thing follows
+another; each takes its limit, and nothing for the launch itself. The share of the peak that matrix products reach is
+what is known least, so it is a range, and the result is one. The other shares are printed with their source.
 
 Attention: PyTorch's or flash-attn's kernels at the rate observed for FlashAttention-2; ours by the slowest of matrix
 units, exponentials and instruction slots, as executed (benchmarks/executed.py; 435 of 512 tokens, sm_80, padding of
 tiles included). What part of that our kernels reach no GPU has shown: so much that without bias and dropout they are as
-fast as FlashAttention-2. One micro-batch makes an update. Left out: whatever is smaller
-than one vector a row, as the arithmetic on bias tables and on losses.
+fast as FlashAttention-2. One micro-batch makes an update.
 
-Shapes: n rows, m of them computed, d hidden size, f feed-forward size, a bytes of an activation; parameters and their
-gradients have four bytes.
+Shapes: n rows that are keys, m that are queries, d hidden size, f feed-forward size, a bytes of an activation;
+parameters and their gradients have four bytes.
 """
 
 from __future__ import annotations
@@ -23,28 +22,25 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from benchmarks.classes import CLASSES
-from benchmarks.measure import append_rows, environment
+from benchmarks.measure import environment
+from benchmarks.program import Parser, count, recorded, several, start
 from benchmarks.rows import Row, read_rows, when
+from benchmarks.shares import CLASSES
 from maelm_fast import presets
 from maelm_fast.config import ModelConfig, require
-from maelm_fast.errors import UserError
 from maelm_fast.model.flops import training_flops
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.ops.masked_cross_entropy import LOGITS_BYTES
 from maelm_fast.ops.reference.mask_and_pack import share_of
 
 MODELS = ("base", "base_cross", "roberta_base")
-SINGLE = 4  # bytes of a parameter, a gradient, a row's statistic
-GELU_GROUP = 64  # rows whose bias gradient one program of kernels/feed_forward.py sums
-ATTENTION_GROUP = 64  # rows of q's and of v's gradients that a program of kernels/attention_backward.py sums
+SINGLE = 4  # bytes of a parameter and of a gradient
 
 
 class Share(NamedTuple):
@@ -104,34 +100,6 @@ EXPONENTIALS = 16  # a clock and multiprocessor
 MATRIX_FLOPS = {80: 2048, 90: 4096}  # dense bf16, a clock and multiprocessor
 
 
-class Scores(NamedTuple):
-    """Attention's pairs of query and key over all heads. kernel: varlen (PyTorch's or flash-attn's), or fwd, dq, dkv
-    (kernels/attention.py)."""
-
-    kernel: str
-    pairs: int
-    head_dim: int
-    bias: bool
-    dropout: bool
-
-
-@dataclass(frozen=True)
-class Cost:
-    """One kind of launch. kind: one of CLASSES. bytes, flops, model_flops (what model/flops.py counts): of one of the
-    `launches`. product: of a matrix product (m, n, k), how its operands lie: forward (m, k) (n, k)^T, grad_input (m, k)
-    (k, n), grad_weight (k, m)^T (k, n)."""
-
-    op: str
-    phase: str
-    kind: str
-    bytes: int
-    flops: int = 0
-    model_flops: int = 0
-    launches: int = 1
-    scores: Scores | None = None
-    product: tuple[str, int, int, int] | None = None
-
-
 class Lengths(NamedTuple):
     """Each sequence's rows in the encoder, original tokens and masked tokens."""
 
@@ -140,11 +108,128 @@ class Lengths(NamedTuple):
     masked: tuple[int, ...]
 
 
-def masked_lengths(config: ModelConfig, original: Sequence[int], rate: float) -> Lengths:
-    """With a fixed count of masks, each of them [MASK]."""
-    masked = tuple(int(share_of(n, rate, 0.5)) for n in original)
-    seen = original if config.decoder == "none" else [n - m for n, m in zip(original, masked, strict=True)]
-    return Lengths(tuple(seen), tuple(original), masked)
+class Layer(NamedTuple):
+    """chosen: the queries are some of the rows that are keys."""
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    dropout: bool
+    bias: bool
+    chosen: bool = False
+
+    @property
+    def products(self) -> list[tuple[int, str]]:
+        """Rows, and whose weights: what is projected in one product."""
+        m, n = sum(self.queries), sum(self.keys)
+        return [(n, "qkv")] if self.queries is self.keys else [(m, "q"), (n, "kv")]
+
+
+class Work(NamedTuple):
+    """kind: one of CLASSES. bytes: moved. flops: of matrix products, or of attention by `kernel`: varlen (PyTorch's or
+    flash-attn's), or fwd, dq, dkv (kernels/attention.py), over so many pairs of query and key in all heads."""
+
+    kind: str
+    bytes: int = 0
+    flops: int = 0
+    kernel: str = ""
+    pairs: int = 0
+    layer: Layer | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step on the kernels of a GPU. a: bytes of an activation; 2 is bf16 autocast. UserError for the decoders of the
+    ablations, which are not counted."""
+
+    config: ModelConfig
+    lengths: Lengths
+    a: int = 2
+
+    def __post_init__(self) -> None:
+        c = self.config
+        require(c.decoder in ("none", "self", "cross"), f"a {c.decoder} decoder is not counted; none, self, cross are")
+        own = c if c.decoder == "none" else c.decoder_config
+        same = (own.hidden_size, own.num_heads) == (c.hidden_size, c.num_heads)
+        require(same, "a decoder of another width or other heads than the encoder's is not counted")
+
+    def layers(self) -> list[Layer]:
+        """The last one in which masked tokens are the only queries comes last."""
+        c, (seen, whole, masked) = self.config, self.lengths
+        encoder, own = (c.dropout > 0, c.relative_bias != "none"), (False, c.decoder_relative_bias)
+        if c.decoder == "none":
+            return [Layer(seen, seen, *encoder)] * (c.num_layers - 1) + [Layer(masked, seen, *encoder, True)]
+        layers = [Layer(seen, seen, *encoder)] * c.num_layers
+        if c.decoder == "cross":
+            return layers + [Layer(masked, seen, *own)] * c.decoder_layers
+        return layers + [Layer(whole, whole, *own)] * (c.decoder_layers - 1) + [Layer(masked, whole, *own, True)]
+
+    def products(self) -> Iterator[tuple[int, int, int]]:
+        """(rows, inputs, outputs) of every linear layer, and of each chunk of the vocabulary's projection."""
+        d, f, masked = self.config.hidden_size, self.config.ffn_size, sum(self.lengths.masked)
+        for layer in self.layers():
+            m = sum(layer.queries)
+            yield from ((rows, d, len(names) * d) for rows, names in layer.products)
+            yield from ((m, d, d), (m, d, f), (m, f, d))
+        yield masked, d, d
+        yield from [(-(-masked // self.chunks), d, self.config.table_size)] * self.chunks
+
+    @property
+    def chunks(self) -> int:
+        """Of logits: the rule of ops/masked_cross_entropy.py."""
+        rows = max(1, sum(self.lengths.masked))
+        most = max(1, LOGITS_BYTES["cuda"] // (self.config.table_size * self.a))
+        even = -(-rows // -(-rows // most))
+        return -(-rows // max(1, min(most, -(-even // 128) * 128)))
+
+    def work(self) -> Iterator[Work]:
+        c, d, a = self.config, self.config.hidden_size, self.a
+        seen, whole, masked = (sum(x) for x in self.lengths)
+        for rows, inputs, outputs in self.products():
+            yield Work("gemm", flops=3 * 2 * rows * inputs * outputs)
+        for layer in self.layers():
+            yield from self.of_layer(layer)
+        table, tables = c.table_size * d * SINGLE, (c.table_size + c.max_positions) * d * SINGLE
+        # read twice, its gradient zeroed and written; rows once each way
+        yield Work("norm", 4 * tables + 2 * seen * d * a)
+        yield Work("other", 3 * seen * d * a)  # gradients of a stack's input, summed
+        if c.decoder == "cross":  # of the encoder's outputs, every layer's and the scatter's
+            yield Work("other", 3 * (c.decoder_layers * seen + masked) * d * a)
+            yield Work("norm", (2 * masked + seen) * d * a)  # masked slots only, whose gradient is whole
+        elif c.decoder == "self":
+            yield Work("other", 3 * (whole + masked) * d * a)
+            yield Work("norm", (2 * whole + 3 * seen) * d * a)
+        else:
+            yield Work("other", 3 * masked * d * a)
+        # the head: GELU and LayerNorm, the latter in fp32
+        yield Work("gelu", 5 * masked * d * a)
+        yield Work("norm", 5 * masked * d * SINGLE)
+        casts = d * d + 4 * masked * d if a != SINGLE else 0
+        yield Work("other", 2 * casts * (a + SINGLE) + masked * d * a)
+        # logits read, written as their gradient, read for the bias's; the table cast, its gradient summed and scaled
+        cast = (table // SINGLE + 2 * masked * d) * (a + SINGLE) if a != SINGLE else 0
+        summed = 3 * table * (self.chunks - 1) + 2 * (table + masked * d * SINGLE)
+        yield Work("loss", 3 * masked * c.table_size * a + cast + summed)
+        # the table's gradients, from the loss, the embedding and the [MASK] row, which is zeros but for it
+        yield Work("other", 3 * table if c.decoder == "none" else 7 * table)
+        yield Work("optimizer", 10 * parameters(c) * SINGLE)  # norm 1, clipping 2, AdamW 7
+
+    def of_layer(self, layer: Layer) -> Iterator[Work]:
+        """All but the products."""
+        d, f, a, m, n = self.config.hidden_size, self.config.ffn_size, self.a, sum(layer.queries), sum(layer.keys)
+        yield Work("norm", 2 * (8 + layer.dropout) * m * d * a)  # of each add_norm 3 passes forward, 5 backward
+        yield Work("gelu", 6 * m * f * a)
+        ours, split = layer.dropout or layer.bias, layer.queries is not layer.keys
+        other = 5 * m * d + n * d if layer.chosen else 0
+        if not ours:  # gradients of queries, keys and values put side by side and summed, as our kernels do it
+            other += (4 if split else 6) * n * d + sum(rows * len(names) * d for rows, names in layer.products)
+        weights = 4 * d * d + 2 * d * f
+        casts = 2 * weights * (SINGLE + a) if a != SINGLE else 0
+        # split: of the slices of one weight each one's gradient is put into zeros, then added
+        yield Work("other", other * a + casts + (21 * d * d * SINGLE if split else 0))
+        heads, dim = self.config.num_heads, self.config.head_dim
+        pairs = heads * sum(q * k for q, k in zip(layer.queries, layer.keys, strict=True))
+        for kernel, products in (OUR_PRODUCTS if ours else {"varlen": FLASH_PRODUCTS}).items():
+            yield Work("attention", 0, products * 2 * pairs * dim, kernel, pairs, layer)
 
 
 @cache
@@ -153,240 +238,22 @@ def parameters(config: ModelConfig) -> int:
         return sum(p.numel() for p in MaeLm(config).parameters())
 
 
-class Step:
-    """A step on the kernels of a GPU. itemsize: bytes of an activation; 2 is bf16 autocast. UserError for the decoders
-    of the ablations, which are not counted."""
-
-    def __init__(self, config: ModelConfig, lengths: Lengths, itemsize: int = 2) -> None:
-        c = config
-        require(
-            c.decoder in ("none", "self", "cross"), f"a {c.decoder} decoder is not counted; none, self and cross are"
-        )
-        own = c if c.decoder == "none" else c.decoder_config
-        same = (own.hidden_size, own.num_heads) == (c.hidden_size, c.num_heads)
-        require(same, "a decoder of another width or other heads than the encoder's is not counted")
-        self.config, self.lengths, self.a = config, lengths, itemsize
-        self.d, self.f = config.hidden_size, config.ffn_size
-        self.rows, self.slots, self.masked = (sum(x) for x in lengths)
-
-    def costs(self) -> Iterator[Cost]:
-        """Every kind of launch, in order."""
-        c, (seen, whole, masked) = self.config, self.lengths
-        dropout, bias, own = c.dropout > 0, c.relative_bias != "none", c.decoder_relative_bias
-        last = c.decoder == "none"  # its last layer computes masked tokens only
-        yield from self.embedding(dropout)
-        yield from self.block(c.num_layers - last, seen, dropout, bias, goes_on=last)
-        if last:
-            yield from self.sliced_block(1, masked, seen, dropout, bias)
-        else:
-            yield from self.scatter()
-        if c.decoder == "self":
-            yield from self.block(c.decoder_layers - 1, whole, False, own, goes_on=True)
-            yield from self.sliced_block(1, masked, whole, False, own)
-        elif c.decoder == "cross":
-            yield from self.sliced_block(c.decoder_layers, masked, seen, False, own, chosen=False)
-            # every layer's and the scatter's gradient of the encoder's outputs
-            yield self.addition("gradient sums", self.rows * self.d, self.a, c.decoder_layers)
-        yield from self.head()
-        size = parameters(c) * SINGLE
-        yield Cost("gradient norm", "update", "optimizer", size)
-        yield Cost("clipping", "update", "optimizer", 2 * size)
-        yield Cost("AdamW", "update", "optimizer", 7 * size)
-
-    # embedding, decoder input
-
-    def embedding(self, dropout: bool) -> Iterator[Cost]:
-        n, d, c = self.rows, self.d, self.config
-        tables = (min(n, c.table_size) + min(n, c.max_positions)) * d * SINGLE
-        given, stats, out = 2 * 4 * n + tables + 8 * dropout, 2 * n * SINGLE, n * d * self.a
-        whole = (c.table_size + c.max_positions) * d * SINGLE
-        yield Cost("embed_packed", "forward", "norm", given + 2 * d * SINGLE + out + stats)
-        yield Cost("embed_packed", "backward", "norm", given + out + stats + 3 * d * SINGLE + whole)
-        yield Cost("zeroed tables", "backward", "norm", whole)
-
-    def scatter(self) -> Iterator[Cost]:
-        """Of the cross-attention decoder, masked slots only, which name no encoder row; its gradient is whole."""
-        c, d = self.config, self.d
-        slots, named = (self.masked, 0) if c.decoder == "cross" else (self.slots, self.rows)
-        given = named * d * self.a + 2 * 4 * slots + (min(slots, c.max_positions) * d + 3 * d) * SINGLE
-        moved = given + slots * d * self.a + 2 * slots * SINGLE
-        yield Cost("scatter_to_decoder", "forward", "norm", moved)
-        written = self.rows * d * self.a + (c.max_positions * d + 3 * d) * SINGLE
-        yield Cost("scatter_to_decoder", "backward", "norm", moved + written)
-
-    # layers
-
-    def block(
-        self, times: int, lengths: Sequence[int], dropout: bool, bias: bool, goes_on: bool = False
-    ) -> Iterator[Cost]:
-        """The first `times` layers of a stack, in which every row is a query and a key. goes_on: others follow."""
-        n, d = sum(lengths), self.d
-        yield self.addition("gradient sums", n * d, self.a, 1)  # of the stack's input, which no add_norm made
-        if times == 0:
-            return
-        yield from self.linear("qkv", times, n, d, 3 * d, summed=dropout or bias)
-        yield from self.attention(times, lengths, lengths, dropout, bias)
-        if not (dropout or bias):  # our kernels write them so
-            yield Cost("gradients of q, k, v side by side", "backward", "other", 6 * n * d * self.a, launches=times)
-        yield from self.rest_of_block(times, n, dropout, goes_on)
-
-    def sliced_block(
-        self, times: int, queries: Sequence[int], keys: Sequence[int], dropout: bool, bias: bool, chosen: bool = True
-    ) -> Iterator[Cost]:
-        """The last `times` layers of a stack, with fewer queries than keys. chosen: the queries are rows of the
-        keys', in one layer behind others."""
-        m, n, d, a = sum(queries), sum(keys), self.d, self.a
-        if chosen:
-            rows = m * d * a
-            yield Cost("chosen rows", "forward", "other", 2 * rows + 4 * m, launches=times)
-            yield Cost("chosen rows", "backward", "other", 3 * rows + 4 * m + n * d * a, launches=times)
-        yield from self.linear("q", times, m, d, d, summed=dropout or bias)
-        yield from self.linear("kv", times, n, d, 2 * d, summed=dropout or bias)
-        # of the slices of one weight: each one's gradient put into zeros, then added
-        yield Cost("gradients of weight slices", "backward", "other", 21 * d * (d + 1) * SINGLE, launches=times)
-        yield from self.attention(times, queries, keys, dropout, bias)
-        if not (dropout or bias):
-            yield Cost("gradients of q, k, v side by side", "backward", "other", 4 * n * d * a, launches=times)
-        yield from self.rest_of_block(times, m, dropout)
-        yield self.addition("gradient sums", m * d, a, 1)  # of the first layer's queries
-
-    def rest_of_block(self, times: int, n: int, dropout: bool, goes_on: bool = False) -> Iterator[Cost]:
-        d, f = self.d, self.f
-        yield from self.linear("out", times, n, d, d, summed=True)
-        yield from self.add_norm(2 * times, n, dropout, not goes_on)
-        yield from self.linear("ffn_in", times, n, d, f, bias=False)  # bias_gelu adds it
-        yield from self.linear("ffn_out", times, n, f, d, summed=True)
-        yield from self.gelu(times, n, f, with_bias=True)
-
-    def linear(
-        self, op: str, times: int, n: int, k: int, out: int, bias: bool = True, summed: bool = False
-    ) -> Iterator[Cost]:
-        """(n, k) to (n, out). bias: whether it is this op that adds it and sums its gradient, unless what made the
-        gradient has `summed` it."""
-        a, flops, weight, vector = self.a, 2 * n * k * out, k * out, out * bias
-        moved = (n * k + weight + n * out) * a  # of either direction: two are read, the third is written
-        product = ("forward", n, out, k)
-        yield Cost(op, "forward", "gemm", moved + vector * a, flops, flops, times, product=product)
-        for product in (("grad_input", n, k, out), ("grad_weight", out, k, n)):
-            yield Cost(op, "backward", "gemm", moved, flops, flops, times, product=product)
-        if vector and not summed:
-            yield Cost(f"{op} bias gradient", "backward", "other", n * out * a + out * SINGLE, launches=times)
-        if a != SINGLE:
-            for phase, cast in (("forward", weight + vector), ("backward", weight)):
-                yield Cost("weight casts", phase, "other", cast * (SINGLE + a), launches=times)
-
-    def add_norm(self, times: int, n: int, dropout: bool, ends: int) -> Iterator[Cost]:
-        """Each result is read twice, and two gradients come back, but for the last of a stack, if it `ends` here."""
-        d, row, seed, stats = self.d, n * self.d * self.a, 8 * dropout, 2 * n * SINGLE
-        yield Cost("add_norm", "forward", "norm", 3 * row + 2 * d * SINGLE + seed + stats, launches=times)
-        for launches, gradients in ((times - ends, 2), (ends, 1)):
-            moved = (3 + gradients + dropout) * row + 4 * d * SINGLE + stats + seed
-            yield Cost("add_norm", "backward", "norm", moved, launches=launches)
-
-    def gelu(self, times: int, n: int, width: int, with_bias: bool) -> Iterator[Cost]:
-        """with_bias: kernels/feed_forward.py, which adds it, sums its gradient and makes GELU's output again."""
-        elements, vector = n * width * self.a, width * SINGLE * with_bias
-        yield Cost("gelu", "forward", "gelu", 2 * elements + vector, launches=times)
-        sums = vector * (1 + -(-n // GELU_GROUP))
-        yield Cost("gelu", "backward", "gelu", (3 + with_bias) * elements + sums, launches=times)
-
-    def addition(self, op: str, elements: int, size: int, times: int, kind: str = "other") -> Cost:
-        return Cost(op, "backward", kind, 3 * elements * size, launches=times)
-
-    def attention(
-        self, times: int, queries: Sequence[int], keys: Sequence[int], dropout: bool, bias: bool
-    ) -> Iterator[Cost]:
-        heads, dim = self.config.num_heads, self.config.head_dim
-        pairs = heads * sum(q * k for q, k in zip(queries, keys, strict=True))
-        q, k, lse = sum(queries) * self.d * self.a, sum(keys) * self.d * self.a, heads * sum(queries) * SINGLE
-        product = 2 * pairs * dim  # FLOPs; the model's are two forward and four backward
-
-        def kernel(name: str, op: str, phase: str, products: int, model: int, moved: int) -> Cost:
-            scores = Scores(name, pairs, dim, bias, dropout)
-            return Cost(
-                f"attention {op}", phase, "attention", moved, products * product, model * product, times, scores
-            )
-
-        ours = bias or dropout
-        yield kernel("fwd" if ours else "varlen", "fwd", "forward", 2, 2, 2 * q + 2 * k + lse)
-        if ours:
-            of_q, of_v = (
-                sum(-(-n // ATTENTION_GROUP) for n in lengths) * self.d * SINGLE for lengths in (queries, keys)
-            )
-            yield kernel("dq", "dq", "backward", 3, 2, 4 * q + 2 * k + 2 * lse + of_q)
-            yield kernel("dkv", "dkv", "backward", 4, 2, 2 * q + 4 * k + 2 * lse + of_v)
-            yield Cost("sums of tiles' sums", "backward", "other", of_q + of_v, launches=times)
-        else:
-            yield kernel("varlen", "bwd", "backward", 5, 4, 4 * q + 4 * k + lse)
-
-    # head and loss
-
-    def head(self) -> Iterator[Cost]:
-        c, d, m, a = self.config, self.d, self.masked, self.a
-        yield from self.linear("dense", 1, m, d, d)
-        yield from self.gelu(1, m, d, with_bias=False)
-        if a != SINGLE:
-            for phase in ("forward", "backward"):
-                yield Cost("casts of rows", phase, "other", 2 * m * d * (a + SINGLE), launches=2)
-        wide, stats, vectors = m * d * SINGLE, 2 * m * SINGLE, 2 * d * SINGLE
-        yield Cost("layer_norm", "forward", "norm", 2 * wide + vectors + stats)
-        yield Cost("layer_norm", "backward", "norm", 3 * wide + 2 * vectors + stats)
-        yield from self.loss()
-        table, tables = c.table_size * d, 1  # a gradient from the loss, one from the embedding
-        if c.decoder != "none":
-            tables = 2  # and one from the [MASK] row: a table of zeros but for it
-            yield Cost("gradient of the [MASK] row", "backward", "other", table * SINGLE)
-        yield self.addition("gradient sums of the token table", table, SINGLE, tables)
-
-    def loss(self) -> Iterator[Cost]:
-        """masked_cross_entropy, which makes the gradients in the forward pass, in chunks of logits."""
-        c, d, m, a = self.config, self.d, self.masked, self.a
-        width, table, chunks = c.table_size, c.table_size * d, self.loss_chunks()
-        flops, model = 2 * m * d * width, 2 * m * d * c.vocab_size
-        if a != SINGLE:
-            yield Cost("token table cast", "forward", "loss", table * (SINGLE + a))
-        rows, chunk = (m * width + m * d) * a, -(-m // chunks)
-        for phase, size, product in (
-            ("forward", a, ("forward", chunk, width, d)),
-            ("backward", a, ("grad_input", chunk, d, width)),
-            ("backward", SINGLE, ("grad_weight", width, d, chunk)),
-        ):
-            moved = rows + chunks * table * size
-            yield Cost("vocabulary projection", phase, "gemm", moved, flops, model, product=product)
-        logits = m * width * a
-        yield Cost("loss rows", "forward", "loss", 2 * logits + width * SINGLE)
-        yield Cost("vocabulary bias gradient", "backward", "loss", logits + chunks * width * SINGLE)
-        if chunks > 1:
-            yield self.addition("gradient sums over chunks", table, SINGLE, chunks - 1, "loss")
-        scaled = 2 * (table + m * d) * SINGLE
-        yield Cost("gradients scaled", "backward", "loss", scaled + 2 * m * d * (a + SINGLE) * (a != SINGLE))
-
-    def loss_chunks(self) -> int:
-        """The rule of ops/masked_cross_entropy.py."""
-        rows = max(1, self.masked)
-        most = max(1, LOGITS_BYTES["cuda"] // (self.config.table_size * self.a))
-        even = -(-rows // -(-rows // most))
-        return -(-rows // max(1, min(most, -(-even // 128) * 128)))
+def seconds(work: Work, card: Card, products: float, head_dim: int) -> float:
+    """products: the share of the peak that matrix products reach."""
+    if work.kind == "gemm":
+        return work.flops / (card.peak * products)
+    if work.kernel == "varlen":
+        return work.flops / (card.peak * card.flash.share)
+    if work.layer:
+        clocks = max(clocks_a_pair(work.kernel, work.layer.bias, work.layer.dropout, card, head_dim))
+        return work.pairs * clocks / share_of_limits(card, head_dim) / (card.multiprocessors * card.clock)
+    return work.bytes / (card.bandwidth * card.copy.share * OF_COPY.share)
 
 
-def seconds(cost: Cost, card: Card, products: float) -> float:
-    """Of one launch: the longest of its limits. products: the share of the peak that matrix products reach."""
-    limits = [cost.bytes / (card.bandwidth * card.copy.share * OF_COPY.share)]
-    if cost.kind == "gemm":
-        limits.append(cost.flops / (card.peak * products))
-    elif cost.scores and cost.scores.kernel == "varlen":
-        limits.append(cost.flops / (card.peak * card.flash.share))
-    elif cost.scores:
-        clocks = max(attention_clocks(cost.scores, card)) / share_of_limits(card, cost.scores.head_dim)
-        limits.append(clocks / (card.multiprocessors * card.clock))
-    return max(limits)
-
-
-def attention_clocks(scores: Scores, card: Card) -> tuple[float, float, float]:
+def clocks_a_pair(kernel: str, bias: bool, dropout: bool, card: Card, head_dim: int) -> tuple[float, float, float]:
     """Clocks of one multiprocessor that our kernel takes in matrix units, exponentials, instruction slots."""
-    matrix = OUR_PRODUCTS[scores.kernel] * 2 * scores.head_dim / MATRIX_FLOPS[card.arch]
-    slots = issued(card.arch, scores.kernel, scores.bias, scores.dropout) / ISSUES
-    return scores.pairs * matrix, scores.pairs / EXPONENTIALS, scores.pairs * slots
+    matrix = OUR_PRODUCTS[kernel] * 2 * head_dim / MATRIX_FLOPS[card.arch]
+    return matrix, 1 / EXPONENTIALS, issued(card.arch, kernel, bias, dropout) / ISSUES
 
 
 @cache
@@ -404,85 +271,80 @@ def issued(arch: int, kernel: str, bias: bool, dropout: bool) -> float:
 @cache
 def share_of_limits(card: Card, head_dim: int) -> float:
     """What part of its limits our attention is taken to reach."""
-    scores = card.peak * card.flash.share / (FLASH_PRODUCTS * 2 * head_dim)  # a second
-    clocks = card.multiprocessors * card.clock / scores
-    return sum(max(attention_clocks(Scores(k, 1, head_dim, False, False), card)) for k in OUR_PRODUCTS) / clocks
+    pairs = card.peak * card.flash.share / (FLASH_PRODUCTS * 2 * head_dim)  # a second
+    clocks = card.multiprocessors * card.clock / pairs
+    return sum(max(clocks_a_pair(kernel, False, False, card, head_dim)) for kernel in OUR_PRODUCTS) / clocks
 
 
 def step_of(model: str, batch: int, seq: int, rate: float, dropout: float, bias: bool, itemsize: int = 2) -> Step:
-    """A step of a preset on full sequences."""
+    """A step of a preset on full sequences, with a fixed count of masks, each of them [MASK]."""
     preset = presets.get(model)
     rule = "none" if not bias else "t5" if preset.model.relative_bias == "none" else preset.model.relative_bias
     config = presets.change(preset, model={"dropout": dropout, "relative_bias": rule}).model
     require(0.0 < rate < 1.0, f"--rate must lie between 0 and 1, not {rate}")
-    require(min(batch, seq) >= 1, "--batch and --seq must be at least 1")
     require(seq <= config.max_positions, f"--seq {seq} is more than {model}'s {config.max_positions} positions")
-    return Step(config, masked_lengths(config, [seq] * batch, rate), itemsize)
+    masked = int(share_of(seq, rate, 0.5))
+    seen = seq if config.decoder == "none" else seq - masked
+    return Step(config, Lengths((seen,) * batch, (seq,) * batch, (masked,) * batch), itemsize)
 
 
-def projected(model: str, options: argparse.Namespace, card: Card) -> Row:
-    step = step_of(model, options.batch, options.seq, options.rate, options.dropout, options.bias)
-    config, lengths, costs = step.config, step.lengths, list(step.costs())
+def projected(
+    model: str,
+    card: Card,
+    batch: int = 256,
+    seq: int = 512,
+    rate: float = 0.15,
+    dropout: float = 0.1,
+    bias: bool = True,
+) -> Row:
+    step = step_of(model, batch, seq, rate, dropout, bias)
+    config, lengths, work = step.config, step.lengths, list(step.work())
     ranges: dict[str, list[float]] = {kind: [] for kind in CLASSES}
     for share in (bound.share for bound in card.products):
         for kind, ms in ranges.items():
-            ms.append(round(sum(1000 * seconds(c, card, share) * c.launches for c in costs if c.kind == kind), 3))
-    taken = [sum(ms[i] for ms in ranges.values()) / 1000 for i in range(2)]
-    flops = training_flops(config, *lengths)
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": environment("cpu")["commit"],
-        "device": card.name,
-        "model": model,
-        "precision": "bf16",
-        "batch": options.batch,
-        "seq": options.seq,
-        "rate": options.rate,
-        "dropout": options.dropout,
+            taken = sum(seconds(one, card, share, config.head_dim) for one in work if one.kind == kind)
+            ms.append(round(1000 * taken, 3))
+    whole = [sum(ms[i] for ms in ranges.values()) / 1000 for i in range(2)]
+    asked = {"device": card.name, "model": model, "precision": "bf16", "batch": batch, "seq": seq, "rate": rate}
+    return asked | {
+        "dropout": dropout,
         "bias": config.relative_bias,
         "products": [bound.share for bound in card.products],
-        "tokens_per_s": [round(sum(lengths.original) / s) for s in taken],
-        "mfu": [round(flops / s / card.peak, 4) for s in taken],
+        "tokens_per_s": [round(sum(lengths.original) / s) for s in whole],
+        "mfu": [round(training_flops(config, *lengths) / s / card.peak, 4) for s in whole],
         "ms": ranges,
     }
 
 
-def lines(card: Card, rows: Sequence[Row]) -> Iterator[str]:
+def assumed(card: Card) -> Iterator[str]:
     yield f"{card.name}: a projection; assumed or observed elsewhere, as shares of the data sheet:"
-    least, largest = card.products
-    yield f"  products {least.share:g} ({least.reason}) to {largest.share:g} ({largest.reason})"
     ours = Share(share_of_limits(card, 64), "of the limits by executed counts; assumed: as fast as PyTorch's if plain")
-    shares = {"copy": card.copy, "row kernels, of the copy": OF_COPY, "attention, PyTorch's": card.flash}
-    yield from (f"  {what} {share:.2g} ({reason})" for what, (share, reason) in {**shares, "attention": ours}.items())
-    for row in rows:
-        speed, mfu = row["tokens_per_s"], row["mfu"]
-        yield f"{row['model']}: {speed[0]:,} to {speed[1]:,} tokens/s, MFU {mfu[0]:.1%} to {mfu[1]:.1%}; ms by class:"
-        yield "  " + ", ".join(
-            f"{kind} {' to '.join(f'{x:.1f}' for x in dict.fromkeys(ms))}" for kind, ms in row["ms"].items()
-        )
+    least, largest = card.products
+    shares = {"products, at least": least, "products, at most": largest, "copy": card.copy}
+    shares |= {"row kernels, of the copy": OF_COPY, "attention, PyTorch's": card.flash, "attention": ours}
+    yield from (f"  {what} {share:.2g} ({reason})" for what, (share, reason) in shares.items())
+
+
+def run(options: argparse.Namespace) -> None:
+    cards = [CARDS[name] for name in options.devices]
+    print("\n".join(line for card in cards for line in assumed(card)))
+    state = {name: value for name, value in environment("cpu").items() if name in ("date", "commit")}
+    asked = [getattr(options, name) for name in ("batch", "seq", "rate", "dropout", "bias")]
+    rows = [state | projected(model, card, *asked) for card in cards for model in options.models]
+    recorded("projection", rows, options.out)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.projection", description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", nargs="+", choices=list(CARDS), default=list(CARDS))
-    parser.add_argument("--models", default=",".join(MODELS), help="presets, separated by commas")
-    parser.add_argument("--batch", type=int, default=256, help="sequences")
-    parser.add_argument("--seq", type=int, default=512, help="tokens per sequence")
-    parser.add_argument("--rate", type=float, default=0.15, help="mask rate")
-    parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--bias", action=argparse.BooleanOptionalAction, default=False, help="relative position bias")
-    parser.add_argument("--out", type=Path, help="JSONL file that the rows are appended to")
-    options = parser.parse_args(arguments)
-    try:
-        for name in options.devices:
-            rows = [projected(model, options, CARDS[name]) for model in options.models.split(",")]
-            print("\n".join(lines(CARDS[name], rows)))
-            if options.out:
-                append_rows(options.out, rows)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    parser = Parser("projection", __doc__)
+    add = parser.add_argument
+    add("--devices", nargs="+", choices=list(CARDS), default=list(CARDS))
+    add("--models", type=several(), default=list(MODELS), help="presets, separated by commas")
+    add("--batch", type=count, default=256, help="sequences")
+    add("--seq", type=count, default=512, help="tokens per sequence")
+    add("--rate", type=float, default=0.15, help="mask rate")
+    add("--dropout", type=float, default=0.0)
+    add("--bias", action=argparse.BooleanOptionalAction, default=False, help="relative position bias")
+    return start(parser, run, arguments)
 
 
 if __name__ == "__main__":

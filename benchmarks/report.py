@@ -3,7 +3,7 @@
     python -m benchmarks.report                                # tables
     python -m benchmarks.report --write                        # the tables in the READMEs
     python -m benchmarks.report --check                        # exit code 1 if --write would change them
-    python -m benchmarks.report --plot scaling docs/scaling-cpu.png
+    python -m benchmarks.report --plot speedrun docs/speedrun.png
 
 In the READMEs only what stands between the lines
 `<!-- results:NAME -->` and `<!-- /results -->` is replaced, and left alone as long as there is no row for it: every
@@ -39,11 +39,14 @@ REGIONS = {
 
 def tables(results: Results, region: str) -> list[Table]:
     """What belongs into a region; none if there is no row for it."""
-    if region == "headline":
-        return list(headline_tables(results.cases))
-    if region == "train_step":
-        return [table for case in results.cases for table in case_tables(case)]
-    return list(report_ops.tables(region, results.rows.get(region, [])))
+    try:
+        if region == "headline":
+            return list(headline_tables(results.cases))
+        if region == "train_step":
+            return [table for case in results.cases for table in case_tables(case)]
+        return list(report_ops.tables(region, results.rows.get(region, [])))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{region}: a row lacks something, or has it in another form: {error!r}") from error
 
 
 def region_text(results: Results, region: str) -> str | None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.classes import CLASSES
 from benchmarks.goals import (
     ATTENTION_GOAL,
     ATTENTION_STRETCH,
@@ -24,6 +23,7 @@ from benchmarks.goals import (
 )
 from benchmarks.report_step import LABELS
 from benchmarks.rows import FORMATS, GPU, Row, grouped, regularisation
+from benchmarks.shares import CLASSES
 from benchmarks.tables import (
     Table,
     batch,
@@ -132,7 +132,6 @@ def attention_table(rows: Sequence[Row]) -> Table:
         "setting": lambda own: f"{'bias' if own[0]['bias'] else 'no bias'}, dropout {own[0]['dropout']:g}",
         "contestant": lambda own: own[0]["contestant"],
         "fwd ms": ms("fwd"),
-        "bwd ms": ms("bwd"),
         "fwd+bwd ms": ms("fwd+bwd"),
         "once a step ms": ms("once"),
         "TFLOP/s": lambda own: f"{row['tflop_per_s']['median']:.3g}" if (row := whole(own)) else "-",
@@ -143,9 +142,6 @@ def attention_table(rows: Sequence[Row]) -> Table:
         f"{machines(rows)}, {runs(rows)}; TFLOP/s and ratio of forward and backward together; median [quartiles]; "
         f"`python -m benchmarks.attention --device {'cuda' if on_gpu else 'cpu'}`."
     ]
-    longest = {row["contestant"]: row["kernel"] for row in rows if row.get("kernel")}
-    if longest:
-        notes += [f"Most of the time: {', '.join(f'{who}: `{kernel}`' for who, kernel in longest.items())}."]
     cases = grouped(rows, *setting).values()
     contestants = [own for case in cases for own in grouped(case, "contestant").values()]
     return Table(f"Attention, {device}", contestants, columns, notes)
@@ -172,7 +168,7 @@ def projection_table(rows: Sequence[Row]) -> Table:
         columns[f"{kind} ms"] = lambda row, kind=kind: span(row["ms"].get(kind, ()), ".3g")  # type: ignore[misc]
     least, largest = first["products"]
     notes = [
-        f"Counted work over what the device can do, launch by launch; products at {least:g} to {largest:g} of "
+        f"Counted work over what the device can do; products at {least:g} to {largest:g} of "
         f"the peak; {run(rows[-1])}; `python -m benchmarks.projection`."
     ]
     shape = f"{first['precision']}, {batch(first)}, {first['rate']:.0%} masked"
@@ -218,15 +214,16 @@ def finetune_table(rows: Sequence[Row]) -> Table:
         f"{first['metric']} on the development set": lambda row: reporting.over_seeds(row["results"]),
         "goal": goal,
     }
-    task = "sentences of SST-2's lengths" if first["task"] == "custom" else first["task"]
     shape = f"{first['layers']} layers of {first['hidden_size']}"
     notes = [
         f"{machine(first)}, {run(first)}; {first['examples']:,} examples of {first['mean_length']} tokens on "
         f"average, batches of {first['batch']}, dropout {first['dropout']:g}; {first['rounds']} rounds in "
         f"turns, median [quartiles]; results: median [least, largest] of the rounds, each with its own seed; "
-        f"`python -m benchmarks.finetune`."
+        f"`python -m benchmarks.finetune --data DIR`."
     ]
-    return Table(f"Fine-tuning, {first['device']}, {first['precision']}, {shape}, {task}", rows, columns, notes)
+    return Table(
+        f"Fine-tuning, {first['device']}, {first['precision']}, {shape}, {first['task']}", rows, columns, notes
+    )
 
 
 def pretraining_table(rows: Sequence[Row]) -> Table:
@@ -266,12 +263,10 @@ def patch_table(rows: Sequence[Row]) -> Table:
         "goal": goal,
     }
     shape = f"{first['layers']} layers of {first['hidden_size']}"
-    real = first["texts"] == "real"
     notes = [
         f"{machines(rows)}, transformers {first['transformers']}, load {first['load']}, {run(first)}; "
-        f"{'real texts' if real else 'lengths of real texts, random tokens'}, "
-        f"dropout {first['dropout']:g}; {counted(first['rounds'], 'round')} in turns, median [quartiles]; "
-        f"`python -m benchmarks.patch{' --data TEXTS' if real else ''}`."
+        f"real texts, dropout {first['dropout']:g}; {counted(first['rounds'], 'round')} in turns, median [quartiles]; "
+        f"`python -m benchmarks.patch --data TEXTS`."
     ]
     title = f"Hugging Face RoBERTa patched, {first['device']}, {first['precision']}, {shape}"
     return Table(title, [row for own in grouped(rows, "mix").values() for row in own], columns, notes)

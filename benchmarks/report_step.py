@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks.classes import CLASSES
 from benchmarks.cost import NOTE, dollars, kilowatt_hours
 from benchmarks.goals import ATTENTIONS, GOALS, over, place
 from benchmarks.rows import COMPILED, PHASES, SETTING, Case, Row, when
+from benchmarks.shares import CLASSES
 from benchmarks.tables import Columns, Table, batch, counted, machine, number, run, spread
 
 LABELS = {
@@ -19,10 +19,9 @@ LABELS = {
     "hf": "Hugging Face `RobertaForMaskedLM`",
     "hf_eager": "Hugging Face `RobertaForMaskedLM`, eager attention",
     "hf_flash": "Hugging Face `RobertaForMaskedLM`, flash attention",
-    "modernbert": "Hugging Face `ModernBertForMaskedLM`",
     "padded": "MAE-LM padded, bias written out",
 }
-PEERS = ("hf", "hf_eager", "hf_flash", "modernbert", "padded")
+PEERS = ("hf", "hf_eager", "hf_flash", "padded")
 OVER = ("hf", "hf_compiled", "padded", "roberta_base")  # whom the tables compare with
 MORE = "Equal losses on equal weights come first; all settings: [benchmarks/](benchmarks/README.md)."
 NO_GPU = "No row was measured on a GPU."

@@ -1,4 +1,4 @@
-"""Where a step's time goes: every profiled operator and kernel put into one of the classes of benchmarks/classes.py.
+"""Where a step's time goes: every profiled operator and kernel put into one of CLASSES.
 
 On a CPU the time of an operator is its own, without what it calls; on a GPU that of the kernels it launched. An
 operator's class is its kernel's, else its own, else that of the nearest operator around it that has one; an operator of
@@ -20,8 +20,18 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.classes import CLASSES
 from maelm_fast import ops
+
+CLASSES = {
+    "gemm": "matrix products of the linear layers and of the vocabulary projection, forward and backward",
+    "attention": "scores, softmax and weighted sum, with bias and dropout",
+    "norm": "embedding, LayerNorm with residual and dropout, scatter to the decoder",
+    "gelu": "GELU and the feed-forward's first bias, where no product does them",
+    "loss": "softmax and cross-entropy, without the projection",
+    "optimizer": "gradient norm, clipping, AdamW",
+    "dropout": "dropout where it is a kernel of its own; ours is a part of norm and attention",
+    "other": "everything else: copies, casts, additions, zeroing",
+}
 
 # In this order, the first that is found in a name. Kernels of a product with attention in their names are attention's.
 PATTERNS = {

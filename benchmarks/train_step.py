@@ -1,7 +1,7 @@
 """Full training steps, side by side: forward, backward, clip, fused AdamW, on the same token ids, in one process.
 
     python -m benchmarks.train_step --list
-    python -m benchmarks.train_step --models base --peers hf,hf_compiled,modernbert,padded --rates 0.15,0.3,0.4 --out F
+    python -m benchmarks.train_step --models base --peers hf,hf_compiled,padded --rates 0.15,0.3,0.4 --out F
 
 A case is one mask rate, one dropout, with or without relative bias, full sequences or documents. The contestants enter
 it one by one, in the order in which they are named:
@@ -9,12 +9,14 @@ it one by one, in the order in which they are named:
 1. Gate (gates.py), in another process: who computes something else than it should is not timed.
 2. Memory: on a GPU torch's peak over what was held before; on a CPU the growth of the peak resident set of a process
    that is the contestant's alone.
-3. Parts: steps taken apart by the clock (data, forward, backward, optimizer), on a fresh batch each, on which a
-   compiled model must not be compiled again; then steps under the profiler, by class of kernel.
-4. On a GPU a warm-up turn, and a row with its speed: what is known should the run be cut off.
+3. A warm-up turn.
+4. Parts, unless --no-profile: steps taken apart by the clock (data, forward, backward, optimizer), on a fresh batch
+   each, on which a compiled model must not be compiled again; then steps under the profiler, by class of kernel.
+5. A row with the speed of its warm-up.
 
-When all are in, they take turns, A B C A B C ..., so that a slow minute of the machine hits all of them, and each has
-its row. A ratio is the median of the rounds' ratios, not the ratio of medians. On a CPU the ratio of CPU seconds is
+When all are in, they take turns, A B C A B C ..., so that a slow minute of the machine hits all of them. After every
+round each has its row of the rounds so far, which takes the place of the one before: a run that is cut off leaves what
+it knew. A ratio is the median of the rounds' ratios, not the ratio of medians. On a CPU the ratio of CPU seconds is
 given too: other work on the machine disturbs it less than the clock.
 
 Who cannot run, wherever it fails, has a row with the reason, and the others go on; the exit status is 1 if one of ours
@@ -73,13 +75,12 @@ from maelm_fast import native, presets
 from maelm_fast.config import MaskingConfig, require
 from maelm_fast.model.flops import peak_flops
 
-WARMUP_TURNS = {"cpu": 0, "cuda": 1}  # after two steps: the first one's loss is reported
 PART_STEPS = {"cpu": 3, "cuda": 5}
 PROFILED_STEPS = 2
 ROUNDS = 5
-MODELS = ("base", "base_cross", "roberta_base")
 BATCH = {"cpu": 4, "cuda": 256}
 OTHERS_SHOWN = 5
+AGAIN = ("date", "model")  # a later row alike in these takes an earlier one's place
 
 
 def peak_memory_mb(name: str, settings: Settings) -> float:
@@ -139,9 +140,9 @@ def entered(name: str, settings: Settings, apart: Apart, profiled: bool) -> Reco
         if on_gpu:
             contestant.step()
             record.memory += torch.cuda.max_memory_allocated() / 2**20
-        record.turns = [contestant.turn() for _ in range(WARMUP_TURNS[settings.device])]
-        record.seconds = seconds_by_part(contestant) if contestant.whole is None else None
+        record.turns = [contestant.turn()]
         if profiled:
+            record.seconds = seconds_by_part(contestant) if contestant.whole is None else None
             _profile(record, settings.device)
     return record
 
@@ -156,11 +157,11 @@ def _profile(record: Record, device: str) -> None:
         print(f"{one.name}: not profiled: {reason(error)}")
 
 
-def take_turns(records: Sequence[Record], device: str, rounds: int) -> None:
-    joules = Joules(device)
+def take_turns(records: Sequence[Record], joules: Joules) -> None:
+    """One round."""
     gc.collect()
     gc.disable()
-    for record in [*records] * rounds:
+    for record in records:
         if record.failed is not None:
             continue
         before = joules()
@@ -203,8 +204,8 @@ def seconds_by_part(contestant: Contestant) -> dict[str, float]:
 def compare(
     names: Sequence[str], settings: Settings, rounds: int, apart: Apart, profiled: bool = True
 ) -> Iterator[Row]:
-    """Rows as they become known: of each contestant that it cannot run, or how fast it is alone; then what it is beside
-    the others, which counts instead."""
+    """Rows as they become known: of each contestant that it cannot run, or how fast its warm-up was; then after each
+    round what it is beside the others, which counts instead."""
     if settings.device == "cpu" and (host := native.host()) is not None:
         host.keep_freed_memory()  # as a run does; every contestant has the gain
     torch._dynamo.reset()  # what was compiled for an earlier case counts towards the limit of recompilations
@@ -221,21 +222,27 @@ def compare(
 
     records: list[Record] = []
     for name in names:
+        began = time.perf_counter()
         try:
             record = entered(name, settings, apart, profiled)
         except Exception as error:
             yield row(name, reason(error))
         else:
             records.append(record)
-            if record.turns:
-                yield row(name, None, **measured(record, [record], shared["device"]))
-                record.turns = []
+            yield row(name, None, **measured(record, [record], shared["device"]))
+            print(f"  {name} is warm after {time.perf_counter() - began:.0f} s")
         release()
-    take_turns(records, settings.device, rounds)
-    whole = [record for record in records if record.failed is None]
+    one_round = sum(record.turns[0].seconds * record.contestant.steps_of_a_turn for record in records)
+    print(f"a round takes about {one_round:.1f} s, {rounds} of them {rounds * one_round:.0f} s", flush=True)
     for record in records:
-        fields = {} if record.failed else measured(record, whole, shared["device"])
-        yield row(record.contestant.name, record.failed, **fields)
+        record.turns = []
+    joules = Joules(settings.device)
+    for _ in range(rounds):
+        take_turns(records, joules)
+        whole = [record for record in records if record.failed is None]
+        for record in records:
+            fields = {} if record.failed else measured(record, whole, shared["device"])
+            yield row(record.contestant.name, record.failed, **fields)
 
 
 def measured(record: Record, records: Sequence[Record], device_name: str) -> Row:
@@ -330,7 +337,7 @@ def parser_of() -> Parser:
     add("--lengths", type=several("full", "documents"), default=["full"], help="full,documents")
     add("--batch", type=count, help="sequences")
     add("--seq", type=count, default=512, help="tokens of the longest sequence")
-    add("--no-profile", action="store_true", help="leave out the time by class of kernel")
+    add("--no-profile", action="store_true", help="leave out where a step's time goes, which takes 6 steps")
     add("--list", action="store_true", help="name every case and contestant with sizes; run nothing")
     return parser
 
@@ -382,9 +389,10 @@ def run(options: argparse.Namespace) -> int:
         return 0
     apart, wrong = Apart(), False
     for case in settings:
-        print(f"{label(case)}; {case.batch} x {case.seq} tokens, {case.precision}, {options.rounds} rounds")
+        about = f"{case.batch} x {case.seq} tokens, {case.precision}"
+        print(f"{label(case)}; {about}, rows after each of {options.rounds} rounds")
         made = compare(names, case, options.rounds, apart, profiled=not options.no_profile)
-        rows = {row["model"]: row for row in recorded("train_step", made, options.out)}  # of each its last one
+        rows = {row["model"]: row for row in recorded("train_step", made, options.out, AGAIN)}
         print("\n".join(shown(list(rows.values()))), flush=True)
         wrong = wrong or any(is_wrong(row) for row in rows.values())
     apart.close()

@@ -48,7 +48,7 @@ def test_rows_and_table(model: Path, data: Path, tmp_path: Path, capsys: pytest.
     found = run(model, data, tmp_path / "rows.jsonl")
     assert [row["contestant"] for row in found] == ["ours", "hf", "hf_grouped"]
     for row in found:
-        rows.check(row, rows.FORMATS["finetune"].checks, "here")
+        rows.check(row, rows.FORMATS["finetune"].row, "here")
         assert row["examples"] == 24
         assert row["gate"] < 1e-5
         assert len(row["results"]) == 2
@@ -74,16 +74,3 @@ def test_the_gate_stops_other_weights(
     monkeypatch.setattr(finetune.Comparison, "_their_model", changed)
     assert finetune.main(["--model", str(model), "--data", str(data), "--rounds", "1"]) == 1
     assert "nothing is timed" in capsys.readouterr().err
-
-
-def test_made_up_sentences_have_the_lengths_of_sst2(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = [tuple(f"word{i} the thing {i}" for i in range(200))]
-    monkeypatch.setattr(finetune, "embedded_corpus", lambda: text)
-    data = finetune.sentences(4000)
-    words = np.array([len(sentence.split()) for sentence in data.train.texts[0]])
-    assert len(words) == 4000
-    assert 8.5 < words.mean() < 10.5  # SST-2's: 9.4
-    assert words.min() == 1
-    assert 45 <= words.max() <= 52
-    labels = data.train.labels
-    assert all(("the" in text.split()) == bool(label) for text, label in zip(data.train.texts[0], labels, strict=True))

@@ -64,7 +64,7 @@ def test_below_its_floor_is_a_failure(
 def test_a_run_has_its_turns_beside_the_bare_step() -> None:
     settings = Settings(batch=2, seq=32, changes=SMALL)
     row = pretraining.measured("tiny", settings, 0, 3)
-    check(row, FORMATS["pretraining"].checks, "here")
+    check(row, FORMATS["pretraining"].row, "here")
     for name in ("ratio", "cpu_ratio"):
         assert 0.1 < row[name]["q1"] <= row[name]["median"] <= row[name]["q3"] < 3
     (table,) = report_ops.tables("pretraining", [row])

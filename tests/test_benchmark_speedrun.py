@@ -61,7 +61,7 @@ def test_rows_repeat_and_hold_what_was_asked(store: Path, tmp_path: Path, capsys
     assert losses == [[(step, loss) for step, _, loss in row["curve"]] for row in again]
     assert len({str(curve) for curve in losses}) == 4
     for row in first:
-        check(row, FORMATS["speedrun"].checks, "row")
+        check(row, FORMATS["speedrun"].row, "row")
         assert [step for step, _, _ in row["curve"]] == [2, 4, 6]
         seconds = [seconds for _, seconds, _ in row["curve"]]
         assert 0 < seconds[0] <= seconds[1] <= seconds[2] == row["cpu_seconds"]

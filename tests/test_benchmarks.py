@@ -18,9 +18,9 @@ from torch._C._autograd import DeviceType
 pytest.importorskip("transformers")
 
 from benchmarks import contestants, gates, measure, shares, train_step
-from benchmarks.classes import CLASSES
 from benchmarks.contestants import Contestant, Settings
 from benchmarks.measure import Failed
+from benchmarks.shares import CLASSES
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "ffn_size": 128, "vocab_size": 512}
 SETTINGS = Settings(batch=2, seq=64, dropout=0.1, bias=True, shape="tiny", changes=SMALL)
@@ -65,8 +65,9 @@ def test_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Ca
         "2",
     ]
     train_step.main([*arguments, "--rounds", "3", "--dropouts", "0.1", "--lengths", "documents", "--out", str(out)])
-    rows = {row["model"]: row for row in map(json.loads, out.read_text().splitlines())}
-    assert list(rows) == ["tiny", "roberta_tiny", "hf", "padded"]
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["model"], row["rounds"]) for row in lines] == [(name, 3) for name in GATED]
+    rows = {row["model"]: row for row in lines}
     assert [row["bias"] for row in rows.values()] == ["t5", "t5", "none", "t5"]
     assert len({row["date"] for row in rows.values()}) == 1
     for name, row in rows.items():
@@ -88,7 +89,9 @@ def test_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Ca
 
 
 def rows_of(names: list[str], rounds: int = 1, profiled: bool = False) -> list[dict[str, Any]]:
-    return list(train_step.compare(names, SETTINGS, rounds, measure.Apart(), profiled))
+    """Of each its last one."""
+    made = train_step.compare(names, SETTINGS, rounds, measure.Apart(), profiled)
+    return list({row["model"]: row for row in made}.values())
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -99,14 +102,14 @@ def test_what_cannot_run_is_a_row_with_the_reason_and_stops_no_other(monkeypatch
     def too_large(settings: Settings) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 TiB")
 
-    monkeypatch.setattr(contestants, "modernbert", missing)
+    monkeypatch.setattr(contestants, "hugging_face_roberta", missing)
     monkeypatch.setattr(gates, "_padded", too_large)
     monkeypatch.setattr(gates, "copy_weights", lambda ours, theirs: None)
-    rows = rows_of(["modernbert", "hf", "padded", "tiny"])
+    rows = rows_of(["hf_compiled", "hf", "padded", "tiny"])
     reasons = {row["model"]: row["skipped"] for row in rows}
     assert reasons.pop("hf").startswith("gate: hf, our weights and ours, as hf disagree")
     assert reasons == {
-        "modernbert": "ImportError: No module named 'transformers'",
+        "hf_compiled": "ImportError: No module named 'transformers'",
         "padded": "out of memory: CUDA out of memory.",
         "tiny": None,
     }
@@ -123,40 +126,55 @@ def test_who_fails_while_being_timed_loses_its_turns_and_nobody_else_does(
 ) -> None:
     turn, turns = Contestant.turn, []
 
-    def fails_at_its_second(self: Contestant) -> tuple[float, float]:
+    def fails_in_round_two(self: Contestant) -> tuple[float, float]:
         turns.append(self.name)
-        if self.name == "roberta_tiny" and turns.count(self.name) == 2:
+        if self.name == "roberta_tiny" and turns.count(self.name) == 3:
             raise RuntimeError("a bug\nmore")
         return turn(self)
 
-    monkeypatch.setattr(Contestant, "turn", fails_at_its_second)
+    monkeypatch.setattr(Contestant, "turn", fails_in_round_two)
     rows = rows_of(["tiny", "roberta_tiny", "tiny_cross"], rounds=3)
     assert {row["model"]: (row.get("rounds"), row["skipped"]) for row in rows} == {
         "tiny": (3, None),
         "roberta_tiny": (None, "RuntimeError: a bug"),
         "tiny_cross": (3, None),
     }
-    assert turns.count("roberta_tiny") == 2
+    assert turns.count("roberta_tiny") == 3
     assert [set(row.get("ratios", ())) for row in rows] == [{"tiny_cross"}, set(), {"tiny"}]
     assert [train_step.is_wrong(row) for row in rows] == [False, True, False]
     assert "Traceback" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_run_that_is_cut_off_leaves_a_row_of_each_contestant_that_was_warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(train_step.WARMUP_TURNS, "cpu", 1)  # as on a GPU
-    made = train_step.compare(["tiny", "roberta_tiny"], SETTINGS, 2, measure.Apart())
-    first, second = next(made), next(made)
-    assert (first["model"], second["model"]) == ("tiny", "roberta_tiny")
-    for row in (first, second):
+@pytest.mark.parametrize(("turns", "left"), [(1, [("tiny", 1, 0)]), (5, [("tiny", 1, 1), ("roberta_tiny", 1, 1)])])
+def test_a_run_that_is_cut_off_leaves_rows_of_the_rounds_it_had(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    turns: int,
+    left: list[tuple[str, int, int]],
+) -> None:
+    """After one turn: the first contestant is warm. After five: both are, and the second round is not over."""
+    turn, made = Contestant.turn, []
+
+    def interrupted(self: Contestant) -> Any:
+        if len(made) == turns:
+            raise KeyboardInterrupt
+        made.append(self.name)
+        return turn(self)
+
+    monkeypatch.setattr(Contestant, "turn", interrupted)
+    out = tmp_path / "rows.jsonl"
+    arguments = ["--models", "tiny,roberta_tiny", "--peers", "", "--seq", "32", "--batch", "2", "--no-profile"]
+    out.write_text('{"date": "another run\'s", "model": "tiny"}\n')
+    with pytest.raises(KeyboardInterrupt):
+        train_step.main(["--device", "cpu", *arguments, "--dropouts", "0.1", "--rounds", "3", "--out", str(out)])
+    _, *rows = map(json.loads, out.read_text().splitlines())
+    assert [(row["model"], row["rounds"], len(row["ratios"])) for row in rows] == left
+    for row in rows:
         assert set(row) == ROW
-        assert (row["rounds"], row["ratios"], row["skipped"]) == (1, {}, None)
         assert row["tokens_per_s"]["median"] > 0
-        assert sum(row["kernels"].values()) == pytest.approx(1.0)
-    assert [(row["model"], row["rounds"], len(row["ratios"])) for row in made] == [
-        ("tiny", 2, 1),
-        ("roberta_tiny", 2, 1),
-    ]
+    assert ("a round takes about" in capsys.readouterr().out) == (turns == 5)
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -220,13 +238,13 @@ def test_list_names_every_case_and_contestant_and_runs_nothing(
     monkeypatch.setattr(train_step, "Contestant", None)
     arguments = ["--device", "cuda", "--list", "--rates", "0.15,0.4", "--dropouts", "0,0.1", "--biases", "off,on"]
     arguments += ["--lengths", "full,documents", "--models", "base,base_compiled,roberta_base", "--batch", "4"]
-    assert train_step.main([*arguments, "--peers", "hf,hf_compiled,modernbert,padded"]) == 0
+    assert train_step.main([*arguments, "--peers", "hf,hf_compiled,padded"]) == 0
     listed = capsys.readouterr().out
     for rate in ("15%", "40%"):
         for setting in ("dropout 0, no bias", "dropout 0, bias", "dropout 0.1, no bias", "dropout 0.1, bias"):
             assert f"{rate} masked, {setting}, full: 4 x 512 to 512, 2048 tokens" in listed
             assert f"{rate} masked, {setting}, documents: 4 x " in listed
-    for name in ("base", "base_compiled", "roberta_base", "hf", "hf_compiled", "modernbert", "padded"):
+    for name in ("base", "base_compiled", "roberta_base", "hf", "hf_compiled", "padded"):
         assert listed.count(f"\n  {name} ") == 16
     assert "  base                   2048 tokens, 308 masked, 1.3348 TFLOP a step, 651.7 MFLOP a token" in listed
 

@@ -78,9 +78,9 @@ def test_the_page_has_the_projections_that_the_program_prints() -> None:
 
 
 def test_sending_costs_what_the_ring_moves() -> None:
-    links, base = cluster.LINKS["h200"], cluster.update("base", "h200", 8, 2048)
-    assert base.sending == pytest.approx(2 * 7 / 8 * 0.56e9 / (links.nvlink * links.share), rel=0.01)
+    nvlink, network, base = cluster.NVLINK["h200"], cluster.NETWORK["h200"], cluster.update("base", "h200", 8, 2048)
+    assert base.sending == pytest.approx(2 * 7 / 8 * 0.56e9 / (nvlink * cluster.SHARE), rel=0.01)
     assert cluster.update("base", "h200", 1, 2048).sending == 0
     far = cluster.update("base", "h200", 64, 2048)
-    assert far.sending > base.sending * links.nvlink / links.network
+    assert far.sending > base.sending * nvlink / network
     assert far.taken[0] == far.compute[0] + far.sending - far.hidden

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -89,38 +88,13 @@ def test_padded_drops_weights_in_training() -> None:
     assert one.loss().item() == one.loss().item()
 
 
-@pytest.mark.parametrize("name", ["hf", "padded", "modernbert"])
+@pytest.mark.parametrize("name", ["hf", "padded"])
 def test_flops_are_what_pytorch_counts(name: str) -> None:
     """A quarter masked leaves 48 of 64 visible, a multiple of 8; no window is shorter than the sequences."""
     one = Contestant(name, with_(rate=0.25, bias=False))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         one.loss()
     assert 3 * counter.get_total_flops() == one.flops
-
-
-def test_modernbert_flops_of_the_windows() -> None:
-    config = with_(seq=200, changes={**SMALL, "num_layers": 4}).model_config("modernbert")
-    place = np.arange(200)
-    near = int((np.abs(place[:, None] - place) <= 64).sum())
-    all_global = 3 * (4 * 2 * 200 * (4 * 64**2 + 3 * 64 * 128) + 4 * 4 * 200**2 * 64 + 2 * 200 * 64 * (64 + 512))
-    saved = 3 * 2 * 4 * (200**2 - near) * 64  # two layers of four
-    assert peers.modernbert_flops(config, [200]) == all_global - saved
-
-
-def test_modernbert_is_the_published_one() -> None:
-    from transformers import ModernBertConfig
-
-    published, ours = ModernBertConfig(), Settings(dropout=None).model_config("modernbert")
-    assert (ours.hidden_size, ours.num_layers, ours.num_heads) == (
-        published.hidden_size,
-        published.num_hidden_layers,
-        published.num_attention_heads,
-    )
-    assert (ours.ffn_size, ours.vocab_size) == (published.intermediate_size, published.vocab_size)
-    assert ours.max_positions == published.max_position_embeddings
-    assert published.local_attention == 128
-    assert [kind == "full_attention" for kind in published.layer_types] == [i % 3 == 0 for i in range(22)]
-    assert ours.dropout == published.attention_dropout == published.mlp_dropout
 
 
 def test_pads_count_no_flops() -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,20 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import ceilings, projection
-from benchmarks.classes import CLASSES
-from benchmarks.projection import (
-    CARDS,
-    Card,
-    Cost,
-    Lengths,
-    Scores,
-    Step,
-    attention_clocks,
-    issued,
-    masked_lengths,
-    seconds,
-    step_of,
-)
+from benchmarks.projection import CARDS, Card, Layer, Lengths, Step, Work, clocks_a_pair, issued, seconds, step_of
+from benchmarks.shares import CLASSES
 from maelm_fast import native, ops
 from maelm_fast.config import MaskingConfig, ModelConfig
 from maelm_fast.data.masking import pack
@@ -100,34 +88,37 @@ def traced(config: ModelConfig, itemsize: int, kernels: bool = True) -> tuple[St
     return step, recorder
 
 
-def total(step: Step, wanted: Callable[[Cost], bool]) -> int:
-    return sum(c.bytes * c.launches for c in step.costs() if wanted(c))
+def moved_as(step: Step, kind: str) -> int:
+    return sum(work.bytes for work in step.work() if work.kind == kind)
 
 
 @pytest.mark.parametrize("name", ["base", "base_cross", "roberta_base", "tiny"])
 @pytest.mark.parametrize("original", [(512,) * 4, (512, 300, 64, 9, 1)], ids=["full", "mixed"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_model_flops_are_those_of_the_package(name: str, original: tuple[int, ...], dropout: float) -> None:
+def test_products_are_those_of_the_package(name: str, original: tuple[int, ...], dropout: float) -> None:
+    """But that the chunks of the vocabulary's projection are of one size, and its table has a row for [MASK] too."""
     config = of(name, dropout)
-    lengths = masked_lengths(config, original, 0.15)
-    costs = list(Step(config, lengths).costs())
-    assert sum(c.model_flops * c.launches for c in costs) == training_flops(config, *lengths)
-    assert sum(c.flops * c.launches for c in costs) > training_flops(config, *lengths)
-    products = [c for c in costs if c.product and c.op != "vocabulary projection"]
-    assert all(c.flops == 2 * np.prod(c.product[1:], dtype=object) for c in products)
+    masked = tuple(int(n * 0.15 + 0.5) for n in original)
+    seen = original if config.decoder == "none" else tuple(n - m for n, m in zip(original, masked, strict=True))
+    step = Step(config, Lengths(seen, original, masked))
+    products = sum(6 * math.prod(shape) for shape in step.products())
+    pairs = {(layer.queries, layer.keys): 0 for layer in step.layers()}
+    for layer in step.layers():
+        pairs[layer.queries, layer.keys] += sum(q * k for q, k in zip(layer.queries, layer.keys, strict=True))
+    attention = 6 * 2 * sum(pairs.values()) * config.hidden_size
+    assert products + attention == pytest.approx(training_flops(config, *step.lengths), rel=2e-3)
+    assert products + attention >= training_flops(config, *step.lengths)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_bytes_of_row_kernels_are_those_of_their_tensors(name: str, dropout: float) -> None:
     step, recorder = traced(of(name, dropout), 2)
-    for op in ("embed_packed", "add_norm", "scatter_to_decoder"):
-        for phase, suffix in (("forward", "fwd"), ("backward", "bwd")):
-            backend = "native" if op == "scatter_to_decoder" else "triton"
-            seen = recorder.bytes[f"{op}_{backend}_{suffix}"]
-            if op == "scatter_to_decoder" and name == "tiny_cross":  # whose masked slots read no encoder row
-                seen -= sum(step.lengths.encoder) * step.config.hidden_size * step.a
-            assert total(step, lambda c, op=op, phase=phase: (c.op, c.phase) == (op, phase)) == seen, (op, phase)  # type: ignore[misc]
+    names = ("embed_packed", "add_norm", "scatter_to_decoder", "native_layer_norm")
+    seen = sum(moved for op, moved in recorder.bytes.items() if op.startswith(names))
+    if name == "tiny_cross":  # whose masked slots read no encoder row
+        seen -= 2 * sum(step.lengths.encoder) * step.config.hidden_size * step.a
+    assert moved_as(step, "norm") == pytest.approx(seen, rel=0.05)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -135,32 +126,33 @@ def test_everything_else_is_that_of_a_step(name: str) -> None:
     """In fp32. Products to the FLOP; additions, copies and sums to 2% of their bytes, since vectors are left out."""
     with mock.patch.object(stacked, "stack_of", return_value=None):  # as of attention that does not write them so
         step, recorder = traced(of(name), 4, kernels=False)
-    counted = [c for c in step.costs() if c.kind == "gemm" and c.op != "vocabulary projection"]
-    assert sum(c.flops * c.launches for c in counted) == recorder.flops
-    beside = "gradients of q, k, v side by side"
-    assert total(step, lambda c: c.op == beside) == recorder.bytes["stack"]
+    linear = [shape for shape in step.products() if shape[2] != step.config.table_size]
+    assert sum(6 * math.prod(shape) for shape in linear) == recorder.flops
+    beside = recorder.bytes["stack"]
     step, recorder = traced(of(name), 4)
     assert recorder.bytes["stack"] == 0  # our attention has written them so
-    seen = sum(recorder.bytes[op] for op in ("add", "add_", "sum", "select_backward", "slice_backward"))
-    # seen as one operator: zeros as large as the result, into which the argument is copied
-    zeros = [c for c in step.costs() if c.op == "gradients of weight slices"]
+    seen = beside + sum(recorder.bytes[op] for op in ("add", "add_", "sum", "select_backward", "slice_backward"))
     d = step.config.hidden_size
-    seen += sum(c.launches * 3 * d * (d + 1) * 4 for c in zeros)
-    # seen whole; above; summed by our attention
-    elsewhere = ("chosen rows", beside, *(f"{op} bias gradient" for op in ("qkv", "q", "kv")))
-    assert total(step, lambda c: c.kind == "other" and c.op not in elsewhere) == pytest.approx(seen, rel=0.02)
+    for layer in step.layers():
+        seen += sum(rows * len(names) for rows, names in layer.products) * d * 4  # summed by our attention
+        if layer.queries is not layer.keys:  # seen as one operator: zeros as large as the result, then the copy
+            seen += 3 * d * (d + 1) * 4
+        if layer.chosen:  # seen whole
+            seen += (5 * sum(layer.queries) + sum(layer.keys)) * d * 4
+    assert moved_as(step, "other") == pytest.approx(seen, rel=0.02)
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
 def test_our_attention_is_as_fast_as_flash_attention_2_but_for_what_is_counted_more(card: Card) -> None:
-    def taken(bias: bool, dropout: bool) -> float:
-        kernels = (Scores(kernel, 10**9, 64, bias, dropout) for kernel in projection.OUR_PRODUCTS)
-        return sum(seconds(Cost("", "", "attention", 0, scores=scores), card, 1.0) for scores in kernels)
+    def taken(bias: bool, dropout: bool, *kernels: str) -> float:
+        layer = Layer((1,), (1,), dropout, bias)
+        work = (Work("attention", 0, 7 * 2 * 64 * 10**9, kernel, 10**9, layer) for kernel in kernels)
+        return sum(seconds(one, card, 1.0, 64) for one in work)
 
-    flash = Cost("", "", "attention", 0, flops=7 * 2 * 64 * 10**9, scores=Scores("varlen", 10**9, 64, False, False))
-    assert taken(False, False) == pytest.approx(seconds(flash, card, 1.0))
-    assert taken(False, False) < taken(True, False) < taken(True, True)
-    clocks = attention_clocks(Scores("dq", 1, 64, True, True), card)
+    ours = [taken(*both, *projection.OUR_PRODUCTS) for both in ((False, False), (True, False), (True, True))]
+    assert ours[0] == pytest.approx(taken(False, False, "varlen"))
+    assert ours == sorted(ours)
+    clocks = clocks_a_pair("dq", True, True, card, 64)
     assert max(clocks) == clocks[2] == issued(card.arch, "dq", True, True) / 128  # instruction slots
 
 
@@ -201,9 +193,8 @@ def test_ceilings_are_rates_of_a_steps_products(
     assert ceilings.main([*arguments, "--rounds", "1", "--out", str(out)]) == 0
     copy, products = (json.loads(line) for line in out.read_text().splitlines())
     assert copy["per_s"]["median"] == pytest.approx(2 * 2**20 / 1e-3 / 1e9, rel=1e-3)
-    costs = [c for c in step_of("tiny", 2, 64, 0.15, 0.1, True, 4).costs() if c.product]
-    taken = sum(c.launches for c in costs) * 1e-3
-    flops = sum(c.flops * c.launches for c in costs)
+    shapes = list(step_of("tiny", 2, 64, 0.15, 0.1, True, 4).products())
+    flops, taken = sum(6 * math.prod(shape) for shape in shapes), len(shapes) * 1e-3
     assert products["per_s"]["median"] == pytest.approx(flops / taken / 1e12, abs=1e-4)
     assert ceilings.main(["--device", "cpu", "--seq", "1024"]) == 2
     assert "512 positions" in capsys.readouterr().err
@@ -222,4 +213,4 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         assert error.count("\n") == 1
     for other in ({"decoder": "self_cross"}, {"decoder_hidden_size": 512}):
         with pytest.raises(UserError, match="not counted"):
-            Step(dataclasses.replace(of("base"), **other), masked_lengths(of("base"), [512], 0.15))
+            Step(dataclasses.replace(of("base"), **other), Lengths((435,), (512,), (77,)))
