@@ -13,7 +13,6 @@ from maelm_fast.reporting import (
     aligned,
     figure_of,
     frame,
-    low_to_high,
     not_too_narrow,
     number,
     over_draws,
@@ -34,7 +33,6 @@ def test_numbers_over_seeds() -> None:
     assert over_seeds([2.5], 2) == "2.50"
     assert over_seeds([1.0, 4.0, 2.0], 1) == "2.0 [1.0, 4.0]"
     assert (over_draws([], 1), over_draws([2.5], 1), over_draws([1.0, 3.0], 1)) == ("-", "2.5", "2.0 (1.0)")
-    assert (low_to_high([]), low_to_high([3.0, 1.0, 2.0], 2)) == ("-", "1.00..3.00")
     values = (0, 500, 1500, 2.5e6, 131e9, 1e12)
     assert [short_number(v) for v in values] == ["0", "500", "1.5K", "2.5M", "131B", "1T"]
 
