@@ -30,8 +30,8 @@ from maelm_fast.training.step import Numbers, TrainStep
 from tests.emulation.kernels import RECORD, StandIn
 from tests.emulation.memory import Fault
 from tests.ops import (
+    attention_checks,
     test_add_norm,
-    test_attention,
     test_embed_packed,
     test_mask_and_pack,
     test_masked_cross_entropy,
@@ -40,7 +40,7 @@ from tests.ops.checks import check_against_reference, deterministic, gapped_layo
 from tests.training.test_step import KERNELS, OPS, VOCABULARY
 
 WIDTHS, T5_REACH = (128, 512, 768, 1024), 91
-check_attention = functools.partial(test_attention.check_kernel, dtype=torch.bfloat16, positions=512)
+check_attention = functools.partial(attention_checks.check_kernel, dtype=torch.bfloat16, positions=512)
 gapped = functools.partial(gapped_layout, 512)
 FLOATS = (torch.float32, torch.bfloat16)
 
@@ -186,7 +186,7 @@ def misaligned(x: Tensor, step: int) -> Tensor:
     "dim", [32, pytest.param(64, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow)]
 )
 def test_attention_of_misaligned_views(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_attention, "strided", misaligned)
+    monkeypatch.setattr(attention_checks, "strided", misaligned)
     check_attention(gapped([200, 7]), None, T5_REACH, p=0.1, dim=dim, step=1)
 
 
