@@ -1,6 +1,7 @@
 """A pytest plugin: tests of compiled ops run the CUDA kernels' PTX in place of the CPU's code.
 
-The host code runs as it is, but for its dispatch key, above cuda_runtime.cpp. It is compiled by nvcc, which this needs.
+The host code runs as it is, but for its dispatch key, above cuda_runtime.cpp and under the undefined-behaviour
+sanitizer, which aborts. It is compiled by nvcc, which this needs.
 
     python -m pytest -p tests.emulation.cuda tests/ops/test_scatter_to_decoder.py
 """
@@ -49,6 +50,7 @@ class Runtime:
         subprocess.run([
             str(NVCC), "-std=c++17", "-O1", "-lineinfo", "-arch=sm_80", "--keep", "--keep-dir", folder, "--cudart=none",
             "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-Xcompiler=-fPIC", "-shared",
+            "-Xcompiler=-fsanitize=undefined,-fno-sanitize-recover=undefined,-fno-sanitize=vptr",  # torch's types are not here
             f"-I{torch_folder / 'include'}", f"-I{source.parent}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu",
             "-Xlinker=--wrap=aoti_torch_get_data_ptr", folder / "ops.cu", Path(__file__).with_name("cuda_runtime.cpp"),
             "-o", folder / "ops.so",
