@@ -50,7 +50,7 @@ class Runtime:
         subprocess.run([
             str(NVCC), "-std=c++17", "-O1", "-lineinfo", "-arch=sm_80", "--keep", "--keep-dir", folder, "--cudart=none",
             "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-Xcompiler=-fPIC", "-shared",
-            "-Xcompiler=-fsanitize=undefined,-fno-sanitize-recover=undefined,-fno-sanitize=vptr",  # torch has no types here
+            "-Xcompiler=-fsanitize=undefined,-fno-sanitize-recover=undefined,-fno-sanitize=vptr",  # torch hides types
             f"-I{torch_folder / 'include'}", f"-I{source.parent}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu",
             "-Xlinker=--wrap=aoti_torch_get_data_ptr", folder / "ops.cu", Path(__file__).with_name("cuda_runtime.cpp"),
             "-o", folder / "ops.so",
