@@ -120,8 +120,8 @@ def mask_and_pack(kernels: Any) -> Calls:
 
 def attention(kernels: Any) -> Calls:
     """Rows of a fused projection of queries, keys and values, and with heads of 64 what may yet replace its tiles. The
-    window is ModernBERT's, whose heads have 64; no preset has one. (Triton 3.9 spills 8 to 16 bytes of its dropout on
-    sm_90 where heads have 96 and 128.)"""
+    window is ModernBERT's, whose heads have 64; no preset has one. (Where heads have 96 and 128 its kernels spill 8 to
+    24 bytes on sm_90: with dropout forward and dkv under Triton 3.9, dkv under 3.6, which does so in dq without.)"""
     yield from attention_calls(kernels, "", HEAD_DIMS, (torch.bfloat16, torch.float16))
     for name in attention_tiles.CANDIDATES:
         with attention_tiles.trying(name):

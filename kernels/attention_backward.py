@@ -90,7 +90,8 @@ def _attention_dq_kernel(
     if LINE_GRADIENT:
         band += (head * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * BLOCK_M * (2 * REACH + 1)
         row_band = band + (tl.arange(0, BLOCK_M) * (2 * REACH + 1) + REACH)  # at distance 0
-    for tile in range(tl.program_id(0), tile_count, tl.num_programs(0)):
+    # For wide heads what each tile can compute again is no longer kept for all: Triton 3.6 spilt it on sm_90.
+    for tile in tl.range(tl.program_id(0), tile_count, tl.num_programs(0), disable_licm=DIM > 64):
         first, q_start, q_length, k_start, k_length = sequence_of(tiles, tile, q_starts, k_starts)
         row = first + tl.arange(0, BLOCK_M)
         at = (q_start.to(tl.int64) * heads + head) * DIM
