@@ -20,6 +20,7 @@ import tempfile
 from dataclasses import dataclass
 
 from benchmarks.kernel_launches import OPS, Launch, compiled, launches
+from maelm_fast.stop import end_with_parent
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # bytes a block may ask for
 SHARED_TOTAL = {80: 164 * 1024, 90: 228 * 1024}  # bytes a multiprocessor has; 1 KiB of each block's is the system's
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.all or any("rare" not in call and "fp16" not in call for call in launch.calls)
     ]
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context) as pool:
+    with concurrent.futures.ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, end_with_parent) as pool:
         over = show(dict(zip(jobs, pool.map(cost_of, jobs), strict=True)))
     print(f"{len(jobs)} compilations, {over} over budget")
     return 1 if over else 0

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from maelm_fast.data.files import written_aside
 from maelm_fast.errors import UserError
+from maelm_fast.stop import end_with_parent
 from maelm_fast.training.hardware import cpu_has_bf16
 
 GATE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}  # relative L2 distance from plain PyTorch
@@ -172,9 +173,13 @@ def resident_bytes(field: str) -> int:
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a call in a fresh process."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    """The result of a call in a fresh process, which ends with this one."""
+    with _another_process() as pool:
         return pool.submit(function, *arguments).result()
+
+
+def _another_process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, get_context("spawn"), end_with_parent)
 
 
 class Apart:
@@ -185,7 +190,7 @@ class Apart:
         self._pool: ProcessPoolExecutor | None = None
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        self._pool = self._pool or ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        self._pool = self._pool or _another_process()
         try:
             result, why, usable = self._pool.submit(_result, function, arguments).result()
         except BrokenProcessPool:

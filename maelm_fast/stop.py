@@ -3,7 +3,11 @@ raises Stopped, which ends whatever else the program was going to do."""
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.connection
+import os
 import signal
+import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -59,3 +63,16 @@ class StopSignals:
         outer = self._previous[self.received]
         if isinstance(getattr(outer, "__self__", None), StopSignals):
             outer(number, frame)
+
+
+def end_with_parent() -> None:
+    """From here on this process, which multiprocessing has started, gets SIGTERM when its parent is gone. Even a parent
+    that was killed and could say nothing takes it along; what waits for work would wait for ever."""
+    threading.Thread(target=_await_parent, daemon=True).start()
+
+
+def _await_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -20,9 +20,7 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
-import signal
 import sys
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +32,7 @@ from filelock import FileLock, Timeout
 
 from maelm_fast.config import require
 from maelm_fast.errors import UserError
-from maelm_fast.stop import Stopped, StopSignals
+from maelm_fast.stop import Stopped, StopSignals, end_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -283,21 +281,13 @@ def _process(queue: _Queue[T], threads: int) -> None:
     with StopSignals() as stop:
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
         torch.set_num_threads(threads)
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        end_with_parent()
         try:
             queue.pull(stop)
         except Stopped:
             pass  # the others go on, unless their parent tells them too
         except UserError as error:
             sys.exit(f"error: {error}")
-
-
-def _end_with_parent() -> None:
-    """Even a parent that was killed and could say nothing takes its processes with it."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _gpus() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from benchmarks import contestants, gates, measure, shares, train_step
 from benchmarks.contestants import Contestant, Settings
 from benchmarks.measure import Failed
 from benchmarks.shares import CLASSES
+from tests.processes import started
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "ffn_size": 128, "vocab_size": 512}
 SETTINGS = Settings(batch=2, seq=64, dropout=0.1, bias=True, shape="tiny", changes=SMALL)
@@ -204,6 +206,17 @@ def test_a_process_apart_may_fail_and_die() -> None:
         apart(fails, "exit")
     assert apart(os.getpid) not in (here, there)
     apart.close()
+
+
+def test_what_is_measured_in_another_process_ends_with_this_one(tmp_path: Path) -> None:
+    os.mkfifo(fifo := tmp_path / "fifo")
+    (parent,) = started(1, partial(measure.alone, Path.read_bytes, fifo))
+    with fifo.open("wb") as file:  # opened when the child reads, which it does until this is closed
+        parent.kill()
+        parent.join()
+        closed = select.poll()
+        closed.register(file, 0)  # what remains to be told: there is no reader any more
+        assert closed.poll(60_000)
 
 
 def test_turns_without_the_call_that_fails() -> None:

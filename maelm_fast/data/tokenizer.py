@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import os
 import signal
-import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -26,6 +25,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from maelm_fast.config import require
 from maelm_fast.data.corpus import Document
 from maelm_fast.errors import UserError
+from maelm_fast.stop import end_with_parent
 
 BOS, PAD, EOS, UNK = 0, 1, 2, 3
 """Ids in the tokenizers trained here."""
@@ -189,17 +189,9 @@ _of_worker: dict[str, Tokenizer] = {}
 
 def _start_worker(tokenizer_path: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
     _of_worker["tokenizer"] = load_tokenizer(tokenizer_path)
-
-
-def _exit_with_parent() -> None:
-    """Without this the workers of a killed parent would wait for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _encode_in_worker(chunk: Sequence[Document]) -> tuple[np.ndarray, np.ndarray]:
