@@ -163,6 +163,9 @@ class Backward {
     const auto up = call_.queries_of<uint16_t>(tensors_.grad_out, s, h);
     const auto to_q = call_.queries_of<uint16_t>(tensors_.q, s, h);
     const int64_t panels = seen.first * (dim / 2), panel = dim / 2 * kPanel;
+    fetch_rows(q, first + height, kTileRows, dim);
+    fetch_rows(up, first + height, kTileRows, dim);
+    fetch_rows<1>(to_q, first, height, dim);
     bf16_product<false, false>(height, width, dim / 2, q.row(first), q.stride, keys_t_ + panels, panel, products_,
                                words);
     bf16_product<false, false>(height, width, dim / 2, up.row(first), up.stride, values_t_ + panels, panel, slopes_,
@@ -236,6 +239,8 @@ void bf16_forward(const Call& call, const Tensor& out, const Tensor& lse) {
       tiles.set(s);
       for (int64_t start = 0, rows; start < queries; start += rows) {
         rows = std::min<int64_t>(kTileRows, queries - start);
+        fetch_rows(q_h, start + rows, kTileRows, dim);
+        fetch_rows<1>(out_h, start, rows, dim);
         const Keys seen = call.seen(s, start, rows, tiles.extents());
         const int64_t width = seen.width(), words = spread(width, 16), halves = spread(width, 32);
         bf16_product<false, false>(rows, width, dim / 2, q_h.row(start), q_h.stride, keys_t + seen.first * (dim / 2),
