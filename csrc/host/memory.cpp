@@ -1,14 +1,40 @@
 // M_MMAP_MAX rather than M_MMAP_THRESHOLD: glibc refuses thresholds above 32 MiB, and activations are larger.
+//
+// Linux gives large pages to memory that asks for them, which the C library's heap does not: a piece of it that a step
+// adds is a mapping of its own. So the heap grows once, by as much as a run may need, and asks for all of it. What is not
+// touched takes no memory.
 
 #include "memory.h"
 
+#include <cstdint>
 #include <cstdlib>
 
 #if defined(__GLIBC__)
 #include <malloc.h>
+#include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 namespace maelm {
+
+#if defined(__GLIBC__)
+namespace {
+
+void grow_with_large_pages() {
+  constexpr uintptr_t kLargePage = 2 << 20;
+  const long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
+  if (pages <= 0 || page <= 0) return;
+  const size_t bytes = static_cast<size_t>(pages) * static_cast<size_t>(page) / 2;
+  void* block = std::malloc(bytes);
+  if (block == nullptr) return;  // memory is limited; the heap grows as it did
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(block) + kLargePage - 1) / kLargePage * kLargePage;
+  const uintptr_t last = (reinterpret_cast<uintptr_t>(block) + bytes) / kLargePage * kLargePage;
+  madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  std::free(block);
+}
+
+}  // namespace
+#endif
 
 bool keep_freed_memory() {
 #if defined(__GLIBC__)
@@ -17,7 +43,9 @@ bool keep_freed_memory() {
   const bool no_mappings = mallopt(M_MMAP_MAX, 0) == 1;
   const bool no_trimming = mallopt(M_TRIM_THRESHOLD, kNever) == 1;
   const bool large_steps = mallopt(M_TOP_PAD, kTopPadBytes) == 1;
-  return no_mappings && no_trimming && large_steps;
+  const bool kept = no_mappings && no_trimming && large_steps;
+  if (kept) grow_with_large_pages();
+  return kept;
 #else
   return false;
 #endif

@@ -11,24 +11,6 @@ namespace {
 
 constexpr const char* kOp = "add_norm";
 
-// residual + dropout(x) of one row.
-class Total {
- public:
-  Total(const Tensor& x, const Tensor& residual, int64_t width) : x_(x), residual_(residual), width_(width) {}
-  void read(float* total, int64_t row, Dropped dropped, float* first, float* second) const {
-    const float* x = view(x_, row, first, width_);
-    if (dropped.keep != nullptr) {
-      drop(first, x, dropped, width_);
-      x = first;
-    }
-    add_rows(total, view(residual_, row, second, width_), x, width_);
-  }
-
- private:
-  Rows x_, residual_;
-  int64_t width_;
-};
-
 void check(Tensor& x, Tensor& residual) {
   require(x.dim() == 2 && x.size(1) > 0, kOp, ": x must have shape (rows, width)");
   const int64_t rows = x.size(0), width = x.size(1);
@@ -48,18 +30,17 @@ std::tuple<Tensor, Tensor, Tensor> add_norm_native_fwd(Tensor x, Tensor residual
   Tensor out = empty(x, {rows, width}, x.scalar_type());
   Tensor mean = empty(x, {rows}, ScalarType::Float);
   Tensor rstd = empty(x, {rows}, ScalarType::Float);
-  const Total source(x, residual, width);
-  const Rows to(out);
+  const Rows of_x(x), of_residual(residual), to(out);
   const auto* w = static_cast<const float*>(weight.data_ptr());
   const auto* b = static_cast<const float*>(bias.data_ptr());
   auto* means = static_cast<float*>(mean.data_ptr());
   auto* rstds = static_cast<float*>(rstd.data_ptr());
   torch::stable::parallel_for(0, rows, kGrain, [&](int64_t begin, int64_t end) {
-    std::vector<float> total(width), first(width), second(width);
+    std::vector<float> total(width);
     Mask mask(dropout, width);
     for (int64_t row = begin; row < end; ++row) {
-      source.read(total.data(), row, mask.of(row), first.data(), second.data());
-      const Moments m = moments(total.data(), width, eps);
+      const float sum = add_dropped(total.data(), of_x, of_residual, row, mask.of(row), width);
+      const Moments m = moments(total.data(), width, eps, sum);
       normalise(to, row, total.data(), m, w, b, {}, width);
       means[row] = m.mean;
       rstds[row] = m.rstd;
@@ -90,31 +71,28 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_norm_native_bwd(Tensor grad_out, 
   enum { kWeight, kBias, kVectors };
   const int64_t pieces = pieces_of(rows);
   Partials partials(pieces, kVectors, width);
-  const Total source(x, residual, width);
-  const Rows grads(grad_out), others(other), to_x(grad_x), to_residual(grad_residual);
+  const Rows of_x(x), of_residual(residual), grads(grad_out), others(other), to_x(grad_x), to_residual(grad_residual);
   const auto* w = static_cast<const float*>(weight32.data_ptr());
   const auto* means = static_cast<const float*>(mean.data_ptr());
   const auto* rstds = static_cast<const float*>(rstd.data_ptr());
   torch::stable::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> total(width), first(width), second(width);
+    std::vector<float> total(width), sum(width);
     Mask mask(dropout, width);
     for (int64_t piece = begin; piece < end; ++piece) {
       const int64_t last = piece_begin(piece + 1, pieces, rows);
       for (int64_t row = piece_begin(piece, pieces, rows); row < last; ++row) {
         const Dropped dropped = mask.of(row);
-        source.read(total.data(), row, dropped, first.data(), second.data());
-        const float* grad = view(grads, row, first.data(), width);
-        if (twice) {
-          add_rows(first.data(), grad, view(others, row, second.data(), width), width);
-          grad = first.data();
-        }
+        add_dropped(total.data(), of_x, of_residual, row, dropped, width);
+        if (twice) add_dropped(sum.data(), grads, others, row, {}, width);
+        const float* grad = twice ? sum.data() : view(grads, row, sum.data(), width);
         norm_backward(total.data(), grad, {means[row], rstds[row]}, w, partials.at(piece, kWeight),
                       partials.at(piece, kBias), width);
-        if (dropped.keep != nullptr) {
+        if (dropped.keep == nullptr) {
+          store_row(to_x, row, total.data(), width);
+        } else {
           store_row(to_residual, row, total.data(), width);
-          drop(total.data(), total.data(), dropped, width);
+          store_dropped(to_x, row, total.data(), dropped, width);
         }
-        store_row(to_x, row, total.data(), width);
       }
     }
   });

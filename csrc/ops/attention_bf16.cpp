@@ -21,6 +21,7 @@ namespace maelm {
 namespace {
 
 constexpr int64_t kMostRows = 192;  // of a block of the backward pass
+constexpr int64_t kMostWords = 48 << 10;  // of its weights, and of its gradients: together 384 KiB of the L2 cache
 
 // At least `width` columns, of which a line has `of_line`, and an odd number of lines: rows below one another then lie in
 // different sets of the caches.
@@ -28,7 +29,7 @@ inline int64_t spread(int64_t width, int64_t of_line) { return (ceil_div(width, 
 
 // Rows of a block of `width` keys in words of two rows each: whole tiles, in blocks that are nearly alike.
 inline int64_t block_rows(int64_t rows, int64_t width) {
-  const int64_t fit = kBlockBytes / 2 / width / kTileRows * kTileRows;
+  const int64_t fit = 2 * kMostWords / width / kTileRows * kTileRows;
   const int64_t most = std::clamp<int64_t>(fit, kTileRows, kMostRows);
   return ceil_div(ceil_div(rows, ceil_div(rows, most)), kTileRows) * kTileRows;
 }
@@ -79,7 +80,7 @@ class Backward {
         lse_(static_cast<const float*>(tensors.lse.data_ptr())),
         widest_(padded(call.longest_k)),
         spread_(spread(widest_, 16)),
-        most_(std::max(kBlockBytes / 4, kTileRows * spread_) + kMostRows / 2 * 2 * 16),
+        most_(std::max(kMostWords, kTileRows * spread_) + kMostRows / 2 * 2 * 16),
         scratch_(2 * kTileRows * spread_ + kTileRows * (spread(widest_, 32) / 2 + call.dim) + 2 * most_ +
                  (3 * widest_ / 2 + 2 * widest_ + kMostRows) * call.dim + 4 * call.distances.stride()),
         tiles_(call) {
@@ -113,6 +114,10 @@ class Backward {
       return;
     }
     const auto k = call_.keys_of<uint16_t>(call_.k, s, h), v = call_.keys_of<uint16_t>(call_.v, s, h);
+    fetch_rows(k, 0, kFetched, dim);
+    fetch_rows(v, 0, kFetched, dim);
+    fetch_rows(q, 0, kTileRows, dim);
+    fetch_rows(up, 0, kTileRows, dim);
     pack_words(keys_t_, k, keys, dim);
     pack_words(values_t_, v, keys, dim);
     pack_pairs(keys_, k, keys, dim);
@@ -163,6 +168,9 @@ class Backward {
     const auto up = call_.queries_of<uint16_t>(tensors_.grad_out, s, h);
     const auto to_q = call_.queries_of<uint16_t>(tensors_.q, s, h);
     const int64_t panels = seen.first * (dim / 2), panel = dim / 2 * kPanel;
+    fetch_rows(q, first + height, kTileRows, dim);
+    fetch_rows(up, first + height, kTileRows, dim);
+    fetch_rows<1>(to_q, first, height, dim);
     bf16_product<false, false>(height, width, dim / 2, q.row(first), q.stride, keys_t_ + panels, panel, products_,
                                words);
     bf16_product<false, false>(height, width, dim / 2, up.row(first), up.stride, values_t_ + panels, panel, slopes_,
@@ -231,11 +239,17 @@ void bf16_forward(const Call& call, const Tensor& out, const Tensor& lse) {
         std::fill_n(lse_of, queries, -kInfinity);
         continue;
       }
-      pack_words(keys_t, call.keys_of<uint16_t>(call.k, s, h), keys, dim);
-      pack_pairs(values, call.keys_of<uint16_t>(call.v, s, h), keys, dim);
+      const auto k_h = call.keys_of<uint16_t>(call.k, s, h), v_h = call.keys_of<uint16_t>(call.v, s, h);
+      fetch_rows(k_h, 0, kFetched, dim);
+      fetch_rows(v_h, 0, kFetched, dim);
+      fetch_rows(q_h, 0, kTileRows, dim);
+      pack_words(keys_t, k_h, keys, dim);
+      pack_pairs(values, v_h, keys, dim);
       tiles.set(s);
       for (int64_t start = 0, rows; start < queries; start += rows) {
         rows = std::min<int64_t>(kTileRows, queries - start);
+        fetch_rows(q_h, start + rows, kTileRows, dim);
+        fetch_rows<1>(out_h, start, rows, dim);
         const Keys seen = call.seen(s, start, rows, tiles.extents());
         const int64_t width = seen.width(), words = spread(width, 16), halves = spread(width, 32);
         bf16_product<false, false>(rows, width, dim / 2, q_h.row(start), q_h.stride, keys_t + seen.first * (dim / 2),

@@ -16,6 +16,7 @@ namespace maelm {
 
 constexpr int kTileRows = 12, kTileVectors = 2;  // 24 sums hide the latency of additions
 constexpr int64_t kPairs = kPanel;               // words of a panel's row
+constexpr int64_t kFetched = 24;                 // rows that are fetched ahead when they are packed
 
 // Where the biases of 16 keys lie. As long as the keys lie within 32 positions, their biases are two neighbouring
 // vectors, permuted.
@@ -69,10 +70,20 @@ MAELM_BF16 MAELM_INLINE void add_back(const Span& span, __m512 gradient, float* 
   }
 }
 
+// Asks for `count` rows from `row` on, whether they are there or not: a head's rows lie far apart, on pages of their own,
+// and no prefetcher follows them.
+template <int kWrite = 0>
+MAELM_INLINE void fetch_rows(const HeadOf<uint16_t>& x, int64_t row, int64_t count, int64_t dim) {
+  for (int64_t r = row; r < row + count; ++r) {
+    for (int64_t column = 0; column < dim; column += 32) __builtin_prefetch(x.row(r) + column, kWrite);
+  }
+}
+
 // The rows of x (rows, dim) as columns in panels (ceil(rows / 16), dim / 2, 16) of words; zeros for absent rows.
 MAELM_BF16 inline void pack_words(uint32_t* panels, const HeadOf<uint16_t>& x, int64_t rows, int64_t dim) {
   static const uint16_t kZeros[128] = {};
   for (int64_t row = 0; row < padded(rows); row += 8) {
+    fetch_rows(x, row + kFetched, 8, dim);
     const uint16_t* from[8];
     for (int64_t i = 0; i < 8; ++i) from[i] = row + i < rows ? x.row(row + i) : kZeros;
     uint32_t* to = panels + row / kPanel * kPanel * (dim / 2) + row % kPanel;
@@ -93,6 +104,7 @@ MAELM_BF16 MAELM_INLINE __m512i widened(const uint16_t* from) {
 MAELM_BF16 inline void pack_pairs(uint32_t* panels, const HeadOf<uint16_t>& x, int64_t rows, int64_t dim) {
   for (int64_t column = 0; column < dim; column += kPanel) {
     for (int64_t r = 0; r < rows; r += 2, panels += kPanel) {
+      if (column % 32 == 0) fetch_rows({x.row(0) + column, x.stride}, r + kFetched, 2, 1);
       const __m512i low = widened(x.row(r) + column);
       const __m512i high = r + 1 < rows ? widened(x.row(r + 1) + column) : _mm512_setzero_si512();
       _mm512_storeu_si512(panels, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));

@@ -33,6 +33,20 @@ void normalise_as(Out* out, const float* x, Moments m, const float* weight, cons
   });
 }
 
+template <bool kDrop, class X, class Residual>
+float add_dropped_as(float* total, const X* x, const Residual* residual, Dropped dropped, int64_t width) {
+  Sum sum;
+  each(width, [&](auto step, int64_t i) {
+    using S = typename decltype(step)::type;
+    S y = load<S>(x + i);
+    if constexpr (kDrop) y = keep(y * dropped.scale, dropped.keep + i);
+    y = load<S>(residual + i) + y;
+    store<S>(total + i, y);
+    sum.add<decltype(step)::chain>(y);
+  });
+  return sum.total();
+}
+
 }  // namespace
 
 const float* view(const Rows& rows, int64_t row, float* buffer, int64_t width) {
@@ -66,6 +80,29 @@ void add_rows(float* out, const float* a, const float* b, int64_t width) {
 
 void accumulate(float* total, const float* x, int64_t width) { add_rows(total, total, x, width); }
 
+float add_dropped(float* total, const Rows& x, const Rows& residual, int64_t row, Dropped dropped, int64_t width) {
+  float sum = 0.0f;
+  with_type(x.type(), [&](auto* of_x) {
+    with_type(residual.type(), [&](auto* of_residual) {
+      const auto* a = reinterpret_cast<decltype(of_x)>(x.row(row));
+      const auto* b = reinterpret_cast<decltype(of_residual)>(residual.row(row));
+      sum = dropped.keep == nullptr ? add_dropped_as<false>(total, a, b, dropped, width)
+                                    : add_dropped_as<true>(total, a, b, dropped, width);
+    });
+  });
+  return sum;
+}
+
+void store_dropped(const Rows& out, int64_t row, const float* x, Dropped dropped, int64_t width) {
+  with_type(out.type(), [&](auto* type) {
+    auto* to = reinterpret_cast<decltype(type)>(out.row(row));
+    each(width, [&](auto step, int64_t i) {
+      using S = typename decltype(step)::type;
+      store<S>(to + i, keep(load<S>(x + i) * dropped.scale, dropped.keep + i));
+    });
+  });
+}
+
 void drop(float* out, const float* x, Dropped dropped, int64_t width) {
   each(width, [&](auto step, int64_t i) {
     using S = typename decltype(step)::type;
@@ -74,12 +111,17 @@ void drop(float* out, const float* x, Dropped dropped, int64_t width) {
 }
 
 Moments moments(const float* x, int64_t width, double eps) {
-  Sum sum, squares;
+  Sum sum;
   each(width, [&](auto step, int64_t i) {
     using S = typename decltype(step)::type;
     sum.add<decltype(step)::chain>(load<S>(x + i));
   });
-  const float mean = sum.total() / static_cast<float>(width);
+  return moments(x, width, eps, sum.total());
+}
+
+Moments moments(const float* x, int64_t width, double eps, float sum) {
+  const float mean = sum / static_cast<float>(width);
+  Sum squares;
   each(width, [&](auto step, int64_t i) {
     using S = typename decltype(step)::type;
     const S distance = load<S>(x + i) - mean;

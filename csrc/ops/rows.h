@@ -45,7 +45,13 @@ void add_rows(float* out, const float* a, const float* b, int64_t width);
 void accumulate(float* total, const float* x, int64_t width);
 void drop(float* out, const float* x, Dropped dropped, int64_t width);
 
+// total = residual + dropout(x), rows of any type, in one pass. Returns the sum over the columns.
+float add_dropped(float* total, const Rows& x, const Rows& residual, int64_t row, Dropped dropped, int64_t width);
+// dropout(x), with a mask, into a row of `out`.
+void store_dropped(const Rows& out, int64_t row, const float* x, Dropped dropped, int64_t width);
+
 Moments moments(const float* x, int64_t width, double eps);
+Moments moments(const float* x, int64_t width, double eps, float sum);
 // dropout((x - mean) * rstd * weight + bias) into a row of `out`.
 void normalise(const Rows& out, int64_t row, const float* x, Moments moments, const float* weight, const float* bias,
                Dropped dropped, int64_t width);

@@ -325,3 +325,35 @@ def test_a_process_keeps_freed_memory() -> None:
 
     leave, keep = faults("leave"), faults("keep")
     assert keep < leave / 20, (leave, keep)
+
+
+LARGE_PAGES = """
+import sys
+import torch
+from maelm_fast import native
+if sys.argv[1] == "keep":
+    assert native.host().keep_freed_memory()
+held = [torch.full((16 << 20,), 1.0) for _ in range(3)]  # 64 MiB each
+fields = dict(line.split(":") for line in open("/proc/self/smaps_rollup").readlines()[1:])
+print(int(fields["AnonHugePages"].split()[0]) // 1024)
+"""
+
+
+def _large_pages_on_request() -> bool:
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled", encoding="ascii") as file:
+            return "[madvise]" in file.read()
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not _large_pages_on_request(), reason="large pages are for all here, or for nobody")
+def test_kept_memory_has_large_pages() -> None:
+    """MiB in pages of 2 MiB, of 192 MiB that are written. The kernel may lack some."""
+
+    def mebibytes(mode: str) -> int:
+        command = [sys.executable, "-c", LARGE_PAGES, mode]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    assert mebibytes("leave") < 64
+    assert mebibytes("keep") > 96
