@@ -43,8 +43,10 @@ class Case:
     bias: bool = False
     twice: bool = False
     """Whether add_norm's result is read twice."""
+    keep_gelu: bool = False
+    """Of feed_forward."""
     candidate: str = ""
-    """Of attention's tiles; of its kernels those count that it changes."""
+    """Of attention's tiles."""
 
 
 CASES = [
@@ -54,6 +56,7 @@ CASES = [
     Case("add_norm", "width 768, two gradients", dropout=True, twice=True),
     Case("embed_packed", "width 768", dropout=True),
     Case("feed_forward", "width 3072"),
+    Case("feed_forward", "width 3072, GELU kept", keep_gelu=True),
     Case("masked_cross_entropy", "32,768 columns"),
     Case("mask_and_pack", "512 tokens"),
 ]
@@ -77,6 +80,8 @@ def counted(case: Case) -> Iterator[dict[str, Any]]:
     RECORD.counts = {}
     if case.op == "attention":
         inputs |= {"dropout_p": 0.1 if case.dropout else 0.0} | ({} if case.bias else {"line": None})
+    if case.keep_gelu:
+        inputs["keep_gelu"] = True
     with attention_tiles.trying(case.candidate) if case.candidate else contextlib.nullcontext():
         twice = case.twice and ops.add_norm_twice(**inputs, backend="triton")
         out = torch.stack(twice) if twice else entry(inputs, backend="triton")
