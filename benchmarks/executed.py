@@ -44,9 +44,9 @@ class Case:
     twice: bool = False
     """Whether add_norm's result is read twice."""
     keep_gelu: bool = False
-    """Of feed_forward."""
+    """Of feed_forward; of its kernels those count that it changes."""
     candidate: str = ""
-    """Of attention's tiles."""
+    """Of attention's tiles; the same."""
 
 
 CASES = [
@@ -130,11 +130,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stand_in()
     os.environ["TRITON_INTERPRET"] = "1"  # read by ops/dispatch.py: kernels take tensors on the CPU
     machine = {name: value for name, value in environment("cpu").items() if name in ("date", "commit", "torch")}
-    known: list[Any] = []  # what was counted without a candidate
+    known: list[Any] = []  # what was counted before
     for case in CASES:
         if options.op in (None, case.op):
             rows = [machine | row for row in counted(case)]
-            rows = [row for row in rows if not (case.candidate and row["instructions"] in known)]
+            rows = [row for row in rows if not ((case.candidate or case.keep_gelu) and row["instructions"] in known)]
             known += [row["instructions"] for row in rows]
             for row in rows:
                 extra = f"{', dropout' if row['dropout'] else ''}{', bias' if row['bias'] else ''}"

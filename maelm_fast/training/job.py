@@ -152,14 +152,11 @@ def _fitted_to_memory(
         remark = " (--runtime.micro-batch-size asks for another size)"
     keep = memory.keeps_gelu(sized(size), parameters, length, free)
     fixed, each = memory.estimated(config, parameters, length, keep)
-    return (
-        sized(size),
-        keep,
-        (
-            f"micro-batches of {size} sequences{remark}, GELU's output {'kept' if keep else 'made again'} for the backward "
-            f"pass: by an estimate {(fixed + size * each) / 2**30:.1f} of the GPU's {free / 2**30:.1f} GiB that are free"
-        ),
+    said = (
+        f"micro-batches of {size} sequences{remark}, GELU's output {'kept' if keep else 'made again'} for the backward "
+        f"pass: by an estimate {(fixed + size * each) / 2**30:.1f} of the GPU's {free / 2**30:.1f} GiB that are free"
     )
+    return sized(size), keep, said
 
 
 def _check_same(run: RunDir, record: RunRecord, config: RunConfig) -> None:
