@@ -32,8 +32,10 @@ from maelm_fast.batch import PackedBatch
 from maelm_fast.config import MaskingConfig, ModelConfig, require
 from maelm_fast.data.masking import pack
 from maelm_fast.masking import Masker, Vocabulary
+from maelm_fast.model.block import keep_gelu
 from maelm_fast.model.flops import training_flops
 from maelm_fast.model.maelm import MaeLm
+from maelm_fast.training import memory
 from maelm_fast.training.step import GraphedStep, TrainStep, apply_gradients
 
 PEERS = {
@@ -178,7 +180,7 @@ class Contestant:
         if self.kind in PEERS:
             self.model = self._peer().to(settings.device)
         else:
-            self.model = MaeLm(self.config).to(settings.device)
+            self.model = self._preset().to(settings.device)
         self.model.train()
         self._ids = settings.token_ids(self.config.vocab_size)
         self._call: Callable[..., Any] = self.model
@@ -210,6 +212,20 @@ class Contestant:
         parts = [self._ids[start : start + size] for start in range(0, self.settings.batch, size)]
         batches = [settings.packed_from(ids, self.config.vocab_size, masked, epoch=0) for ids in parts]
         return [batch.to(settings.device) for batch in batches]
+
+    def _preset(self) -> MaeLm:
+        """Keeps GELU's output where a run with the batch as its micro-batch would."""
+        s, model = self.settings, MaeLm(self.config)
+        run = presets.change(
+            presets.get(self.kind),
+            masking={"rate": s.rate, "rate_end": None},
+            runtime={"micro_batch_size": s.batch},
+        )
+        run = replace(run, model=self.config)
+        if memory.can_estimate(run, torch.device(s.device), s.precision):
+            free, parameters = torch.cuda.mem_get_info()[0], sum(p.numel() for p in model.parameters())
+            keep_gelu(model, memory.keeps_gelu(run, parameters, s.seq, free))
+        return model
 
     def _peer(self) -> nn.Module:
         if self.kind in ATTENTION:

@@ -43,8 +43,10 @@ class Case:
     bias: bool = False
     twice: bool = False
     """Whether add_norm's result is read twice."""
+    keep_gelu: bool = False
+    """Of feed_forward; of its kernels those count that it changes."""
     candidate: str = ""
-    """Of attention's tiles; of its kernels those count that it changes."""
+    """Of attention's tiles; the same."""
 
 
 CASES = [
@@ -54,6 +56,7 @@ CASES = [
     Case("add_norm", "width 768, two gradients", dropout=True, twice=True),
     Case("embed_packed", "width 768", dropout=True),
     Case("feed_forward", "width 3072"),
+    Case("feed_forward", "width 3072, GELU kept", keep_gelu=True),
     Case("masked_cross_entropy", "32,768 columns"),
     Case("mask_and_pack", "512 tokens"),
 ]
@@ -77,6 +80,8 @@ def counted(case: Case) -> Iterator[dict[str, Any]]:
     RECORD.counts = {}
     if case.op == "attention":
         inputs |= {"dropout_p": 0.1 if case.dropout else 0.0} | ({} if case.bias else {"line": None})
+    if case.keep_gelu:
+        inputs["keep_gelu"] = True
     with attention_tiles.trying(case.candidate) if case.candidate else contextlib.nullcontext():
         twice = case.twice and ops.add_norm_twice(**inputs, backend="triton")
         out = torch.stack(twice) if twice else entry(inputs, backend="triton")
@@ -125,11 +130,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stand_in()
     os.environ["TRITON_INTERPRET"] = "1"  # read by ops/dispatch.py: kernels take tensors on the CPU
     machine = {name: value for name, value in environment("cpu").items() if name in ("date", "commit", "torch")}
-    known: list[Any] = []  # what was counted without a candidate
+    known: list[Any] = []  # what was counted before
     for case in CASES:
         if options.op in (None, case.op):
             rows = [machine | row for row in counted(case)]
-            rows = [row for row in rows if not (case.candidate and row["instructions"] in known)]
+            rows = [row for row in rows if not ((case.candidate or case.keep_gelu) and row["instructions"] in known)]
             known += [row["instructions"] for row in rows]
             for row in rows:
                 extra = f"{', dropout' if row['dropout'] else ''}{', bias' if row['bias'] else ''}"

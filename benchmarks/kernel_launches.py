@@ -89,11 +89,11 @@ def embed_packed(kernels: Any) -> Calls:
 
 
 def feed_forward(kernels: Any) -> Calls:
-    for width, (dtype, parameters, names) in itertools.product(FFN_WIDTHS, TYPES):
-        yield f"{width} {names}"
+    for width, (dtype, parameters, names), kept in itertools.product(FFN_WIDTHS, TYPES, (False, True)):
+        yield f"{width} {names}{' kept' * kept}"
         h, bias = empty(ROWS, width, dtype=dtype), empty(width, dtype=parameters)
-        kernels.bias_gelu(h, bias)
-        kernels.bias_gelu_bwd_(h, h, bias)
+        a = kernels.bias_gelu(h, bias)
+        kernels.bias_gelu_bwd_(h, h, bias, a if kept else None)
 
 
 def masked_cross_entropy(kernels: Any) -> Calls:

@@ -10,7 +10,7 @@ what is known least, so it is a range, and the result is one. The other shares a
 Attention: PyTorch's or flash-attn's kernels at the rate observed for FlashAttention-2; ours by the slowest of matrix
 units, exponentials and instruction slots, as executed (benchmarks/executed.py; 435 of 512 tokens, sm_80, padding of
 tiles included). What part of that our kernels reach no GPU has shown: so much that without bias and dropout they are as
-fast as FlashAttention-2. One micro-batch makes an update.
+fast as FlashAttention-2. One micro-batch makes an update. GELU's output is kept where a run would keep it.
 
 Shapes: n rows that are keys, m that are queries, d hidden size, f feed-forward size, a bytes of an activation;
 parameters and their gradients have four bytes.
@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +38,7 @@ from maelm_fast.model.flops import training_flops
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.ops.masked_cross_entropy import LOGITS_BYTES
 from maelm_fast.ops.reference.mask_and_pack import share_of
+from maelm_fast.training import memory
 
 MODELS = ("base", "base_cross", "roberta_base")
 SINGLE = 4  # bytes of a parameter and of a gradient
@@ -52,14 +53,15 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU. peak: dense bf16, FLOP/s; bandwidth: bytes/s; multiprocessors: from NVIDIA's data sheet. clock: Hz under
-    load. products: least and largest share of the peak that products are taken to reach."""
+    """A GPU. peak: dense bf16, FLOP/s; bandwidth: bytes/s; multiprocessors; memory: bytes: from NVIDIA's data sheet.
+    clock: Hz under load. products: least and largest share of the peak that products are taken to reach."""
 
     name: str
     arch: int
     peak: float
     bandwidth: float
     multiprocessors: int
+    memory: int
     clock: float
     products: tuple[Share, Share]
     copy: Share
@@ -73,6 +75,7 @@ CARDS = {
         312e12,
         2039e9,
         108,
+        80 * 10**9,
         1.41e9,
         (Share(0.65, "assumed"), Share(0.75, "assumed; whole steps of this width reach 0.56 (llm.c)")),
         Share(0.83, "assumed: a copy at 1.7 TB/s"),
@@ -84,6 +87,7 @@ CARDS = {
         989e12,
         4800e9,
         132,
+        141 * 10**9,
         1.755e9,
         (Share(0.55, "assumed"), Share(0.66, "assumed; 8192^3 reaches 0.78 to 0.81, observed elsewhere")),
         Share(0.90, "a copy at 4.3 TB/s, observed elsewhere"),
@@ -138,12 +142,13 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """A step on the kernels of a GPU. a: bytes of an activation; 2 is bf16 autocast. UserError for the decoders of the
-    ablations, which are not counted."""
+    """A step on the kernels of a GPU. a: bytes of an activation; 2 is bf16 autocast. keep_gelu: as model/block.py's.
+    UserError for the decoders of the ablations, which are not counted."""
 
     config: ModelConfig
     lengths: Lengths
     a: int = 2
+    keep_gelu: bool = False
 
     def __post_init__(self) -> None:
         c = self.config
@@ -217,7 +222,7 @@ class Step:
         """All but the products."""
         d, f, a, m, n = self.config.hidden_size, self.config.ffn_size, self.a, sum(layer.queries), sum(layer.keys)
         yield Work("norm", 2 * (8 + layer.dropout) * m * d * a)  # of each add_norm 3 passes forward, 5 backward
-        yield Work("gelu", 6 * m * f * a)
+        yield Work("gelu", (5 if self.keep_gelu else 6) * m * f * a)
         ours, split = layer.dropout or layer.bias, layer.queries is not layer.keys
         other = 5 * m * d + n * d if layer.chosen else 0
         if not ours:  # gradients of queries, keys and values put side by side and summed, as our kernels do it
@@ -298,17 +303,26 @@ def projected(
     bias: bool = True,
 ) -> Row:
     step = step_of(model, batch, seq, rate, dropout, bias)
-    config, lengths, work = step.config, step.lengths, list(step.work())
+    config, lengths = step.config, step.lengths
+    asked = presets.change(presets.get(model), masking={"rate": rate}, runtime={"micro_batch_size": batch})
+    keep = memory.keeps_gelu(replace(asked, model=config), parameters(config), seq, card.memory)
+    work = list(replace(step, keep_gelu=keep).work())
     ranges: dict[str, list[float]] = {kind: [] for kind in CLASSES}
     for share in (bound.share for bound in card.products):
         for kind, ms in ranges.items():
             taken = sum(seconds(one, card, share, config.head_dim) for one in work if one.kind == kind)
             ms.append(round(1000 * taken, 3))
     whole = [sum(ms[i] for ms in ranges.values()) / 1000 for i in range(2)]
-    asked = {"device": card.name, "model": model, "precision": "bf16", "batch": batch, "seq": seq, "rate": rate}
-    return asked | {
+    return {
+        "device": card.name,
+        "model": model,
+        "precision": "bf16",
+        "batch": batch,
+        "seq": seq,
+        "rate": rate,
         "dropout": dropout,
         "bias": config.relative_bias,
+        "keep_gelu": keep,
         "products": [bound.share for bound in card.products],
         "tokens_per_s": [round(sum(lengths.original) / s) for s in whole],
         "mfu": [round(training_flops(config, *lengths) / s / card.peak, 4) for s in whole],

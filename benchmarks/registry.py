@@ -81,8 +81,8 @@ class Setting:
 @dataclass(frozen=True)
 class Entry:
     """One op. inputs: keyword arguments. moved: least bytes of (forward, forward and backward), None where arithmetic
-    is the limit, not memory. peers: other libraries' functions of the same inputs, by name; ImportError where they are
-    not installed. function: if what is called is not the op itself."""
+    is the limit, not memory. peers: other libraries' functions of the same inputs, by name, or another form of ours;
+    ImportError where they are not installed. function: if what is called is not the op itself."""
 
     name: str
     inputs: Callable[[Setting], Inputs]
@@ -245,7 +245,12 @@ ENTRIES = {
             lambda s: (s.bytes(s.visible + s.slots), s.bytes(3 * s.visible + 2 * s.slots)),
         ),
         Entry("linear", _linear_inputs, ("x", "weight", "bias")),
-        Entry("feed_forward", _feed_forward_inputs, ("x", "weight_in", "bias_in", "weight_out", "bias_out")),
+        Entry(
+            "feed_forward",
+            _feed_forward_inputs,
+            ("x", "weight_in", "bias_in", "weight_out", "bias_out"),
+            peers={"ours, GELU kept": lambda i: ops.feed_forward(**i, keep_gelu=True)},
+        ),
         Entry(
             "masked_cross_entropy",
             _loss_inputs,

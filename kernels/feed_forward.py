@@ -1,7 +1,7 @@
 """Bias and exact GELU between the two products of the feed-forward sublayer, which are cuBLAS's.
 
-The forward kernel makes a = gelu(h + bias). The backward kernel reads h and the gradient of a once, makes a again (it
-is cheaper to compute than to keep), puts the gradient of h where that of a was, and sums it for the bias over groups of
+The forward kernel makes a = gelu(h + bias). The backward kernel reads h and the gradient of a once, makes a again, with
+the same bits, unless it was kept, puts the gradient of h where that of a was, and sums it for the bias over groups of
 64 rows; the groups' sums are added after it, always in the same order.
 """
 
@@ -56,10 +56,11 @@ def _feed_forward_bwd_kernel(
     h,  # (rows, width)
     bias,  # (width,)
     grad,  # (rows, width): the gradient of a, then that of h
-    a,  # (rows, width), out: gelu(h + bias)
+    a,  # (rows, width), out if REMAKE: gelu(h + bias)
     grad_bias,  # (groups, width) fp32, out: sums of h's gradient over each group of rows
     rows,
     width,
+    REMAKE: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -76,7 +77,8 @@ def _feed_forward_bwd_kernel(
         upstream = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
         cdf, density = _normal(x)
         dh = upstream * (cdf + x * density)
-        tl.store(a + place, (x * cdf).to(a.dtype.element_ty), mask=inside)
+        if REMAKE:
+            tl.store(a + place, (x * cdf).to(a.dtype.element_ty), mask=inside)
         tl.store(grad + place, dh.to(grad.dtype.element_ty), mask=inside)
         total += dh
     place = group.to(tl.int64) * width + column
@@ -107,17 +109,18 @@ def bias_gelu(h: Tensor, bias: Tensor) -> Tensor:
     return a
 
 
-def bias_gelu_bwd_(grad: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def bias_gelu_bwd_(grad: Tensor, h: Tensor, bias: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(gelu(h + bias), gradient of the bias); `grad`, the gradient of the former, becomes the gradient of h.
 
-    grad, h: (T, f), contiguous. bias: (f,). Returns (T, f) in h's dtype and (f,) fp32."""
+    grad, h: (T, f), contiguous. bias: (f,). kept: what bias_gelu returned; None: it is made again. Returns (T, f) in
+    h's dtype and (f,) fp32."""
     rows, width = h.shape
-    a = torch.empty_like(h)
+    a = torch.empty_like(h) if kept is None else kept
     sizes = launch_bwd(width)
     groups = triton.cdiv(rows, GROUP)
     grad_bias = torch.empty(groups, width, dtype=torch.float32, device=h.device)
     if h.numel():
         grid = (groups, triton.cdiv(width, sizes["COLUMNS"]))
         with torch.cuda.device_of(h):
-            _feed_forward_bwd_kernel[grid](h, bias, grad, a, grad_bias, rows, width, **sizes, **FUSED)
+            _feed_forward_bwd_kernel[grid](h, bias, grad, a, grad_bias, rows, width, kept is None, **sizes, **FUSED)
     return a, grad_bias.sum(0)

@@ -84,6 +84,7 @@ class Block(nn.Module):
         self.ffn_in = Linear(config.hidden_size, config.ffn_size)
         self.ffn_out = Linear(config.ffn_size, config.hidden_size)
         self.ffn_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.keep_gelu = False
 
     def forward(
         self,
@@ -111,11 +112,20 @@ class Block(nn.Module):
             cross_memory, cross_layout = cross
             mixed = self.cross_attention(x, cross_layout, None, dropout.at(3), cross_memory)
             x, residual = _add_norm(mixed, residual, self.cross_attention_norm, dropout.at(4))
-        return _add_norm(feed_forward(x, self.ffn_in, self.ffn_out), residual, self.ffn_norm, dropout.at(2))
+        mixed = feed_forward(x, self.ffn_in, self.ffn_out, self.keep_gelu)
+        return _add_norm(mixed, residual, self.ffn_norm, dropout.at(2))
 
 
 def _add_norm(x: Tensor, residual: Tensor, norm: nn.LayerNorm, dropout: Dropout) -> tuple[Tensor, Tensor]:
     return ops.add_norm_twice(x, residual, norm.weight, norm.bias, eps=norm.eps, **dropout.arguments)
+
+
+def keep_gelu(model: nn.Module, keep: bool) -> None:
+    """Whether a model's blocks keep GELU's output for the backward pass: memory for time, the same bits
+    (ops/feed_forward.py). As built, none does; `pretrain` asks for it where it fits (training/memory.py)."""
+    for block in model.modules():
+        if isinstance(block, Block):
+            block.keep_gelu = keep
 
 
 def position_table(config: ModelConfig) -> nn.Parameter:

@@ -30,10 +30,10 @@ def is_plain(layer: nn.Module) -> TypeGuard[Linear]:
     )
 
 
-def feed_forward(x: Tensor, first: nn.Module, second: nn.Module) -> Tensor:
-    """(T, d): two layers with an exact GELU between them."""
+def feed_forward(x: Tensor, first: nn.Module, second: nn.Module, keep_gelu: bool = False) -> Tensor:
+    """(T, d): two layers with an exact GELU between them. keep_gelu: as ops.feed_forward's."""
     if is_plain(first) and is_plain(second):
-        return ops.feed_forward(x, first.weight, first.bias, second.weight, second.bias)
+        return ops.feed_forward(x, first.weight, first.bias, second.weight, second.bias, keep_gelu=keep_gelu)
     out: Tensor = second(F.gelu(first(x)))
     return out
 

@@ -22,6 +22,7 @@ from maelm_fast.data.loader import TrainingBatches
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
 from maelm_fast.masking import Masker
+from maelm_fast.model.block import keep_gelu
 from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training import memory
 from maelm_fast.training.files import write_json, write_text
@@ -66,13 +67,12 @@ def pretrain(
         if initial is not None:
             fresh = load_initial(model, initial)
             say(f"initialised from {initial.source}" + (f"; newly initialised: {_summary(fresh)}" if fresh else ""))
-        chosen = None
-        if config.runtime.micro_batch_size is None:
-            masker = Masker(config.masking.final, vocabulary, config.seed, model.encoder_sees_mask)
-            config, chosen = _with_micro_batch(config, run, model, train, masker, group, precision)
+        masker = Masker(config.masking.final, vocabulary, config.seed, model.encoder_sees_mask)
+        config, keep, chosen = _fitted_to_memory(config, run, model, train, masker, group, precision)
+        keep_gelu(model, keep)
         trainer = Trainer(run, config, model, train, validation, vocabulary, group, precision)
         now = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "processes": group.world}
-        starts.append({**now, **environment(group.device, precision)})
+        starts.append({**now, **environment(group.device, precision), "keep_gelu": keep})
         with writing(run.path, remedy):
             group.from_main(lambda: _start_files(run, record, config, tokenizer.to_str(), starts))
         resumed = trainer.resume()
@@ -130,27 +130,33 @@ def _fit_model(
     return replace(config, model=model)
 
 
-def _with_micro_batch(
+def _fitted_to_memory(
     config: RunConfig, run: RunDir, model: MaeLm, store: TokenStore, masker: Masker, group: Processes, precision: str
-) -> tuple[RunConfig, str | None]:
-    """The configuration with the micro_batch_size that the run has, or with one that fits the GPUs and keeps all of
-    them at work; and what there is to say of it. The same on all processes."""
+) -> tuple[RunConfig, bool, str | None]:
+    """The configuration with a micro_batch_size: the one that it or the run has, or one that fits the GPUs and keeps
+    all of them at work; whether GELU's output is kept, which changes no result and so may differ from start to start;
+    and what there is to say of both. The same on all processes."""
 
     def sized(size: int) -> RunConfig:
         return replace(config, runtime=replace(config.runtime, micro_batch_size=size))
 
-    before = group.from_main(lambda: run.read_config()[1].runtime if run.exists else None)
-    if before is not None or not memory.can_estimate(config, group.device, precision):
-        return sized((before or config.runtime).sequences_at_once), None
+    before = group.from_main(lambda: run.read_config()[1].runtime.sequences_at_once if run.exists else None)
+    size, remark = config.runtime.micro_batch_size or before, ""
+    if not memory.can_estimate(config, group.device, precision):
+        return sized(size or config.runtime.sequences_at_once), False, None
     free, length = min(group.everyone(torch.cuda.mem_get_info(group.device)[0])), store.manifest.seq_len
     parameters = sum(p.numel() for p in model.parameters())
-    most = memory.fitting(config, parameters, length, free)
-    size = TrainingBatches(store, masker, config.optim.batch_size, most, world=group.world).better_size(most)
-    fixed, each = memory.estimated(config, parameters, length)
-    return sized(size), (
-        f"micro-batches of {size} sequences: by an estimate {(fixed + size * each) / 2**30:.1f} of the GPU's "
-        f"{free / 2**30:.1f} GiB that are free (--runtime.micro-batch-size asks for another size)"
+    if size is None:
+        most = memory.fitting(config, parameters, length, free)
+        size = TrainingBatches(store, masker, config.optim.batch_size, most, world=group.world).better_size(most)
+        remark = " (--runtime.micro-batch-size asks for another size)"
+    keep = memory.keeps_gelu(sized(size), parameters, length, free)
+    fixed, each = memory.estimated(config, parameters, length, keep)
+    said = (
+        f"micro-batches of {size} sequences{remark}, GELU's output {'kept' if keep else 'made again'} for the backward "
+        f"pass: by an estimate {(fixed + size * each) / 2**30:.1f} of the GPU's {free / 2**30:.1f} GiB that are free"
     )
+    return sized(size), keep, said
 
 
 def _check_same(run: RunDir, record: RunRecord, config: RunConfig) -> None:

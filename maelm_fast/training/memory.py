@@ -1,4 +1,5 @@
-"""The micro-batch that fits a GPU, by an estimate of what a step needs of its memory.
+"""The micro-batch that fits a GPU, and whether GELU's output fits beside it, by an estimate of what a step needs of its
+memory.
 
 Counted is what the path of our kernels keeps from the forward pass for the backward pass, and the most that the
 backward pass of one block needs beside it; tests/training/test_memory.py holds both to what PyTorch's allocator gives
@@ -6,6 +7,8 @@ out. Without our attention, in fp32 for one, more is kept, and nothing is estima
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 
@@ -20,20 +23,24 @@ ENOUGH_TOKENS = 256 * 512
 NARROW, WIDE = 2, 4  # bytes of an activation in bf16 autocast; of a parameter, a gradient, a row's statistic
 
 
-def estimated(config: RunConfig, parameters: int, length: int) -> tuple[int, int]:
+def estimated(config: RunConfig, parameters: int, length: int, keep_gelu: bool = False) -> tuple[int, int]:
     """Bytes of a step: what it needs whatever its micro-batches are, and for each full sequence of these.
 
-    parameters: how many the model has. length: tokens of a full sequence."""
+    parameters: how many the model has. length: tokens of a full sequence. keep_gelu: as model/block.py's."""
     model = config.model
     table = model.table_size * model.hidden_size
     # parameter, gradient, AdamW's two averages, the cast to bf16; the table's gradients that are to be added up
     fixed = parameters * (4 * WIDE + NARROW) + 3 * table * WIDE + 2 * LOGITS_BYTES["cuda"]
     rates = {config.masking.rate, config.masking.final.rate}
-    return fixed, max(sequence_bytes(model, config.masking, length, round(rate * length)) for rate in rates)
+    masked = (round(rate * length) for rate in rates)
+    return fixed, max(sequence_bytes(model, config.masking, length, count, keep_gelu) for count in masked)
 
 
-def sequence_bytes(model: ModelConfig, masking: MaskingConfig, original: int, masked: int) -> int:
+def sequence_bytes(
+    model: ModelConfig, masking: MaskingConfig, original: int, masked: int, keep_gelu: bool = False
+) -> int:
     """Of one sequence of so many tokens."""
+    block_bytes = partial(_block_bytes, 1 + keep_gelu)
     d, w, decoder = model.hidden_size, model.decoder_config.hidden_size, model.decoder
     removed = masked * (1.0 - masking.shown) if decoder != "none" and masking.policy == "mask" else 0.0
     visible = original - int(removed)
@@ -54,14 +61,15 @@ def sequence_bytes(model: ModelConfig, masking: MaskingConfig, original: int, ma
                 kept += (4 * queries + 2 * visible) * w * NARROW
     kept += predicted * w * (3 * NARROW + 2 * WIDE)  # the head, and the gradient that its loss has made
     longest = max(visible, original if decoder not in ("none", "cross") else 0)
-    return kept + longest * (2 * model.ffn_size + 4 * d) * NARROW  # GELU's output and gradient, and those of rows
+    made = 1 if keep_gelu else 2  # GELU's gradient, and its output if that is made again; and gradients of rows
+    return kept + longest * (made * model.ffn_size + 4 * d) * NARROW
 
 
-def block_bytes(model: ModelConfig, queries: int, keys: int) -> int:
-    """What a block keeps: q, k, v, the attention's result, both products' results, both norms'; before the GELU. Where
-    some rows are queries, also these rows."""
+def _block_bytes(wide: int, model: ModelConfig, queries: int, keys: int) -> int:
+    """What a block keeps: q, k, v, the attention's result, both products' results, both norms'; before the GELU, and if
+    `wide` is 2 also after it. Where some rows are queries, also these rows."""
     rows = (6 * queries + 2 * keys + (queries if queries < keys else 0)) * model.hidden_size
-    return (rows + queries * model.ffn_size) * NARROW + queries * (model.num_heads + 4) * WIDE
+    return (rows + wide * queries * model.ffn_size) * NARROW + queries * (model.num_heads + 4) * WIDE
 
 
 def fitting(config: RunConfig, parameters: int, length: int, free: int) -> int:
@@ -73,6 +81,15 @@ def fitting(config: RunConfig, parameters: int, length: int, free: int) -> int:
     batch = config.optim.batch_size
     most = max(1, min(int(SHARE * free - fixed) // each, ENOUGH_TOKENS // length, batch))
     return -(-batch // -(-batch // most))
+
+
+def keeps_gelu(config: RunConfig, parameters: int, length: int, free: int) -> bool:
+    """Whether GELU's output is kept for the backward pass: where micro-batches of the configuration's size, with it,
+    need at most SHARE of the free bytes (ours). That it saves time is a projection; results are the same either way.
+
+    length: tokens of a full sequence."""
+    fixed, each = estimated(config, parameters, length, keep_gelu=True)
+    return fixed + config.runtime.sequences_at_once * each <= SHARE * free
 
 
 def can_estimate(config: RunConfig, device: torch.device, precision: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 
 import pytest
@@ -29,8 +30,8 @@ def kernels() -> object:
     return importlib.import_module("maelm_fast.kernels.feed_forward")
 
 
-def triton(*tensors: Tensor) -> Tensor:
-    return ops.feed_forward(*tensors, backend="triton")
+def triton(*tensors: Tensor, keep_gelu: bool = False) -> Tensor:
+    return ops.feed_forward(*tensors, keep_gelu=keep_gelu, backend="triton")
 
 
 def inputs(rows: int, width: int, inner: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -128,31 +129,72 @@ def test_same_bits_every_time() -> None:
         assert torch.equal(first, second)
 
 
-def test_only_the_first_product_is_kept() -> None:
-    """Besides the arguments the backward pass holds one (T, f) tensor, not the GELU's output as well."""
+@pytest.mark.parametrize("keep_gelu", [False, True])
+def test_what_is_kept(keep_gelu: bool) -> None:
+    """Besides the arguments the backward pass holds the first product, (T, f), and GELU's output only if asked to; that
+    it then reads: of twice as much of it the second weight has twice the gradient, and nothing else changes."""
     tensors = [t.requires_grad_() for t in inputs(9, 16, 24)]
     kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        triton(*tensors)
-    assert [t.shape for t in kept if t.shape == (9, 24)] == [(9, 24)]
+
+    def pack(tensor: Tensor) -> tuple[Tensor, int]:
+        kept.append(tensor)
+        return tensor, sum(t.shape == (9, 24) for t in kept)
+
+    def unpack(packed: tuple[Tensor, int]) -> Tensor:
+        tensor, number = packed
+        return 2 * tensor if tensor.shape == (9, 24) and number == 2 else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        doubled = torch.autograd.grad(triton(*tensors, keep_gelu=keep_gelu).sum(), tensors)
+    x, weight_in, bias_in, weight_out, _ = tensors
+    arguments = sum(t.nbytes for t in (x, weight_in, bias_in, weight_out))
+    assert sum(t.nbytes for t in kept) == arguments + (1 + keep_gelu) * 9 * 24 * 4
+    plain = torch.autograd.grad(triton(*tensors).sum(), tensors)
+    for name, a, b in zip(NAMES[1:], doubled, plain, strict=True):
+        assert torch.equal(a, (1 + keep_gelu) * b if name == "weight_out" else b)
 
 
-def test_opcheck() -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width", "inner"), [(0, 12, 20), (7, 12, 20), (131, 16, 300)])
+def test_kept_and_made_again_are_the_same_bits(rows: int, width: int, inner: int, dtype: torch.dtype) -> None:
+    tensors = inputs(rows, width, inner, dtype)
+    with poisoned_memory():
+        kept = outputs_and_gradients(functools.partial(triton, keep_gelu=True), tensors)
+        remade = outputs_and_gradients(triton, tensors)
+    assert all(map(torch.equal, kept, remade))
+
+
+def test_what_is_kept_is_not_written_again() -> None:
+    h, bias, grad = (torch.randn(shape, device=DEVICE) for shape in ((70, 24), (24,), (70, 24)))
+    kept, also = torch.full_like(h, float("nan")), grad.clone()
+    a, grad_bias = kernels().bias_gelu_bwd_(grad, h, bias, kept)  # type: ignore[attr-defined]
+    again, also_bias = kernels().bias_gelu_bwd_(also, h, bias)  # type: ignore[attr-defined]
+    assert a is kept
+    assert bool(kept.isnan().all())
+    assert torch.equal(again, kernels().bias_gelu(h, bias))  # type: ignore[attr-defined]
+    assert torch.equal(grad, also)
+    assert torch.equal(grad_bias, also_bias)
+
+
+@pytest.mark.parametrize("keep_gelu", [False, True])
+def test_opcheck(keep_gelu: bool) -> None:
     tensors = [t.requires_grad_() for t in inputs(5, 8, 12)]
-    opcheck(torch.ops.maelm_fast.feed_forward_triton_fwd.default, *tensors)
-    x, weight_in, bias_in, weight_out, _ = (t.detach() for t in tensors)
-    arguments = (torch.randn_like(x), x, torch.randn(5, 12, device=DEVICE), weight_in, bias_in, weight_out)
+    opcheck(torch.ops.maelm_fast.feed_forward_triton_fwd.default, *tensors, keep_gelu)
+    x, *weights, _ = (t.detach() for t in tensors)
+    h, kept = (torch.randn(shape, device=DEVICE) for shape in ((5, 12), (5, 12) if keep_gelu else (0,)))
     for sums in (True, False):
-        opcheck(torch.ops.maelm_fast.feed_forward_triton_bwd.default, *arguments, sums)
+        arguments = (torch.randn_like(x), x, *weights, h, kept, sums)
+        opcheck(torch.ops.maelm_fast.feed_forward_triton_bwd.default, *arguments)
 
 
+@pytest.mark.parametrize("keep_gelu", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_compiles_whole(autocast: bool) -> None:
+def test_compiles_whole(autocast: bool, keep_gelu: bool) -> None:
     tensors = inputs(5, 8, 12)
 
     def run(*t: Tensor) -> Tensor:
         with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=autocast):
-            return triton(*t) * 2
+            return triton(*t, keep_gelu=keep_gelu) * 2
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     for mine, eager in zip(outputs_and_gradients(compiled, tensors), outputs_and_gradients(run, tensors), strict=True):

@@ -14,15 +14,17 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from maelm_fast import native, presets
-from maelm_fast.config import BackendConfig, ModelConfig, RunConfig
+from maelm_fast.config import BackendConfig, RunConfig
 from maelm_fast.data.loader import TrainingBatches
 from maelm_fast.data.masking import pack
 from maelm_fast.data.token_store import TokenStore
 from maelm_fast.errors import UserError
 from maelm_fast.masking import Masker, Vocabulary
+from maelm_fast.model.block import keep_gelu
 from maelm_fast.model.maelm import MaeLm
+from maelm_fast.ops import dispatch
 from maelm_fast.training import memory
-from maelm_fast.training.job import _with_micro_batch, pretrain
+from maelm_fast.training.job import _fitted_to_memory, pretrain
 from maelm_fast.training.parallel import Processes
 from maelm_fast.training.rundir import RunDir
 from tests.devices import DEVICES
@@ -30,9 +32,10 @@ from tests.devices import DEVICES
 GIB = 2**30
 
 
-def step(config: RunConfig, sequences: int, device: str) -> Callable[[], None]:
+def step(config: RunConfig, sequences: int, device: str, keep: bool) -> Callable[[], None]:
     """A micro-batch's forward and backward pass."""
     model = MaeLm(config.model).to(device).train()
+    keep_gelu(model, keep)
     every, vocabulary = np.arange(sequences), Vocabulary(128, 127, (127,))
     rows = [np.random.default_rng(i).integers(5, 100, 64) for i in every]
     masker = Masker(config.masking, vocabulary, 0, model.encoder_sees_mask)
@@ -95,28 +98,32 @@ def test_the_estimate_is_little_more_than_a_step_needs(
     config = presets.change(presets.get("tiny"), model={**sizes, **change})
     # A GPU's products keep what PyTorch's do; a CPU's compiled ones keep less.
     monkeypatch.setattr(importlib.import_module("maelm_fast.ops.linear"), "_FAST", False)
-    few, more = (peak(step(config, sequences, device), device) for sequences in (4, 12))
-    if device == "cpu":  # there the GELU's output is kept too, which the kernels make again
-        kept = memory.block_bytes
-
-        def with_gelu(model: ModelConfig, queries: int, keys: int) -> int:
-            return kept(model, queries, keys) + 2 * queries * model.ffn_size
-
-        monkeypatch.setattr(memory, "block_bytes", with_gelu)
-    assert 1.0 < memory.sequence_bytes(config.model, config.masking, 64, 10) / ((more - few) / 8) < 1.2
+    for keep in (True,) if device == "cpu" else (False, True):  # PyTorch's own keeps GELU's output
+        few, more = (peak(step(config, sequences, device, keep), device) for sequences in (4, 12))
+        assert 1.0 < memory.sequence_bytes(config.model, config.masking, 64, 10, keep) / ((more - few) / 8) < 1.2
 
 
 @pytest.mark.parametrize(
-    ("name", "gib", "size"),
-    [("base", 139, 256), ("base", 40, 205), ("base", 24, 121), ("large++", 80, 187), ("base", 1, 1)],
+    ("name", "gib", "size", "keep"),
+    [
+        ("base", 139, 256, True),
+        ("base", 74, 256, True),
+        ("base", 56, 256, False),
+        ("base", 40, 205, False),
+        ("base", 24, 121, False),
+        ("large++", 80, 187, False),
+        ("base", 1, 1, False),
+    ],
 )
-def test_a_size_follows_from_the_memory(name: str, gib: int, size: int) -> None:
+def test_a_size_follows_from_the_memory(name: str, gib: int, size: int, keep: bool) -> None:
     config = presets.get(name)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in MaeLm(config.model).parameters())
     fixed, each = memory.estimated(config, parameters, 512)
     assert memory.fitting(config, parameters, 512, gib * GIB) == size
     assert fixed + size * each <= memory.SHARE * gib * GIB or size == 1
+    sized = presets.change(config, runtime={"micro_batch_size": size})
+    assert memory.keeps_gelu(sized, parameters, 512, gib * GIB) == keep
     more = presets.change(config, masking={"rate_end": 0.05})  # more tokens in the encoder then
     assert memory.estimated(more, parameters, 512)[1] > each
 
@@ -157,16 +164,50 @@ def test_a_run_keeps_the_size_that_it_was_begun_with(
     fixed, each = memory.estimated(config, parameters, TokenStore.open(store, "train").manifest.seq_len)
     gpu = OnAGpu(monkeypatch, round((fixed + 5.5 * each) / memory.SHARE))
     pretrain(config, str(store), str(run))
-    assert "micro-batches of 4 sequences: by an estimate 0.5 of the GPU's 0.6 GiB" in capsys.readouterr().out
+    said = "sequences (--runtime.micro-batch-size asks for another size), GELU's output kept for the backward pass: "
+    assert f"micro-batches of 4 {said}by an estimate 0.5 of the GPU's 0.6 GiB" in capsys.readouterr().out
     assert recorded(run) == 4  # 5 fit, and 4, 4, 4 are no more micro-batches than 5, 5, 2
     pretrain(small(save_every=2, micro_batch_size=4), str(store), str(whole))
     (RunDir(run).checkpoint(4) / "model.safetensors").write_bytes(b"damaged")
     gpu.free *= 2
     pretrain(config, str(store), str(run))
-    assert "micro-batches of" not in capsys.readouterr().out
+    assert "micro-batches of 4 sequences, GELU's output kept" in capsys.readouterr().out
     assert (recorded(run), losses(run)) == (4, losses(whole))
     pretrain(small(save_every=2, micro_batch_size=3), str(store), str(run))
     assert recorded(run) == 3
+
+
+@pytest.mark.skipif(not dispatch.interpreted(), reason="the kernels of a CPU's run are the interpreter's")
+def test_gelus_output_is_kept_where_it_fits_and_changes_nothing(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that goes on with more memory than it was begun with."""
+    run, whole, passes = tmp_path / "run", tmp_path / "whole", []
+    config = small(save_every=2, backend=BackendConfig(feed_forward="triton"))
+    parameters = sum(p.numel() for p in MaeLm(config.model).parameters())
+    fixed, each = memory.estimated(config, parameters, TokenStore.open(store, "train").manifest.seq_len)
+    gpu = OnAGpu(monkeypatch, round((fixed + 4.1 * each) / memory.SHARE))
+    kernels = importlib.import_module("maelm_fast.kernels.feed_forward")
+    backward = kernels.bias_gelu_bwd_
+
+    def spy(*tensors: Any) -> Any:
+        passes.append(tensors[3] is not None)
+        return backward(*tensors)
+
+    monkeypatch.setattr(kernels, "bias_gelu_bwd_", spy)
+    pretrain(config, str(store), str(run))
+    assert "micro-batches of 4 sequences (--runtime.micro-batch-size asks" in (out := capsys.readouterr().out)
+    assert "GELU's output made again for the backward pass: by an estimate 0.5 of" in out
+    assert set(passes) == {False}
+    (RunDir(run).checkpoint(4) / "model.safetensors").write_bytes(b"damaged")
+    passes.clear()
+    gpu.free *= 2
+    pretrain(config, str(store), str(run))
+    assert "micro-batches of 4 sequences, GELU's output kept for the backward pass" in capsys.readouterr().out
+    assert set(passes) == {True}
+    assert [start["keep_gelu"] for start in RunDir(run).starts()] == [False, True]
+    pretrain(presets.change(config, runtime={"micro_batch_size": 4}), str(store), str(whole))
+    assert losses(run) == losses(whole)
 
 
 def test_all_processes_take_the_size_that_suits_all(
@@ -179,7 +220,7 @@ def test_all_processes_take_the_size_that_suits_all(
     run = RunDir(tmp_path / "run")
 
     def size() -> int | None:
-        return _with_micro_batch(config, run, model, store, masker, group, "bf16")[0].runtime.micro_batch_size
+        return _fitted_to_memory(config, run, model, store, masker, group, "bf16")[0].runtime.micro_batch_size
 
     monkeypatch.setattr(group, "everyone", lambda free: [free, 2 * free, 3 * free])
     batches = TrainingBatches(store, masker, 12, 12, world=3)
