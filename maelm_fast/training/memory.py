@@ -26,8 +26,10 @@ def estimated(config: RunConfig, parameters: int, length: int) -> tuple[int, int
     parameters: how many the model has. length: tokens of a full sequence."""
     model = config.model
     table = model.table_size * model.hidden_size
-    # parameter, gradient, AdamW's two averages, the cast to bf16; the table's gradients that are to be added up
-    fixed = parameters * (4 * WIDE + NARROW) + 3 * table * WIDE + 2 * LOGITS_BYTES["cuda"]
+    # parameter, gradient, AdamW's two averages, the weights', the cast to bf16; the table's gradients to be added up
+    fixed = (
+        parameters * ((4 + bool(config.optim.average)) * WIDE + NARROW) + 3 * table * WIDE + 2 * LOGITS_BYTES["cuda"]
+    )
     rates = {config.masking.rate, config.masking.final.rate}
     return fixed, max(sequence_bytes(model, config.masking, length, round(rate * length)) for rate in rates)
 
