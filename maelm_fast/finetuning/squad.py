@@ -6,7 +6,8 @@ mistake: `exact`, `f1`, `HasAns_*` and `NoAns_*` at a fixed threshold on the odd
 threshold that serves the questions scored best, which is tuned on them.
 
 Ours, where the official scorer leaves a result without meaning: questions of equal odds are blanked together (its scan
-stops between them, where no threshold lies), and the threshold that blanks everything is below all odds.
+stops between them, where no threshold lies), the threshold that blanks everything is below all odds, and a question
+without a prediction is an error.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from maelm_fast.config import require
 from maelm_fast.finetuning.examples import SpanExamples
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -61,9 +63,20 @@ def squad_scores(
     preferred to it; above a threshold the text is taken as "". threshold: the fixed one; 0 (ours) lets the model's own
     preference decide, where odds are a difference of logits (released code: 1).
     Keys: exact, f1, total; HasAns_ and NoAns_exact, _f1, _total, each kind only if there are such questions;
-    best_exact, best_exact_thresh, best_f1, best_f1_thresh.
+    best_exact, best_exact_thresh, best_f1, best_f1_thresh. Raises UserError if a question has no prediction or odds
+    that are not a number.
     """
+    require(len(examples) > 0, "there are no questions to score: give a file that has some")
+    for identity in examples.ids:
+        require(
+            identity in texts and identity in null_odds,
+            f"no prediction for question {identity}: predict every question of {examples.source}",
+        )
     odds = np.array([null_odds[identity] for identity in examples.ids], np.float64)
+    require(
+        bool((odds > -np.inf).all()),
+        "odds of 'no answer' are not a number: the model that predicted them has diverged; lower the learning rate",
+    )
     answerable = np.array([bool(answers) for answers in examples.answers])
     raw = dict(zip(("exact", "f1"), question_scores(texts, examples), strict=True))
     at_threshold = {name: np.where(odds > threshold, ~answerable, score) for name, score in raw.items()}

@@ -17,7 +17,7 @@ from maelm_fast.errors import UserError
 from maelm_fast.ops import dispatch
 from maelm_fast.ops.reference.add_norm import add_norm as reference_add_norm
 from maelm_fast.ops.reference.dropout import check_dropout
-from maelm_fast.ops.registration import custom_op, describe
+from maelm_fast.ops.registration import custom_op, describe, refuse_twice
 from maelm_fast.ops.row_sums import keep_row_sums
 
 
@@ -199,6 +199,7 @@ class _Twice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_twice(ctx.backward_op)
         asked = any(grad is not None for grad in upstream)
         gradients = _backward(ctx.backward_op, ctx, *upstream) if asked else ()
         return None, *gradients, *[None] * (len(ctx.needs_input_grad) - 1 - len(gradients))

@@ -46,7 +46,8 @@ def describe(
     """Register the fake and the gradient of maelm_fast::{name}; nothing if it is a compiled op that was not built.
 
     setup_context and backward are those of torch.library.register_autograd, but: backward gets None for an output whose
-    gradient nobody asked for, is not called if that is so of all, and may leave out the last inputs' gradients."""
+    gradient nobody asked for, is not called if that is so of all, may leave out the last inputs' gradients, and cannot
+    be differentiated again: create_graph=True is an error."""
     op, _, compiled = name.removesuffix("_fwd").removesuffix("_bwd").rpartition("_")
     if compiled == "native":
         devices = [device for device in _WHY_NOT if native.has(op, device)]
@@ -73,6 +74,7 @@ def _gradient(name: str, setup_context: Callable[..., None], backward: Callable[
 
         @staticmethod
         def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+            refuse_twice(name)
             asked = any(grad is not None for grad in upstream)
             gradients = backward(ctx, *upstream) if asked else ()
             return (*gradients, *[None] * (len(ctx.needs_input_grad) - len(gradients)))
@@ -86,6 +88,18 @@ def _gradient(name: str, setup_context: Callable[..., None], backward: Callable[
             return run(*inputs)
 
     return differentiable
+
+
+def refuse_twice(name: str) -> None:
+    """To be called where a gradient is made that cannot be differentiated; raises RuntimeError if it is to be.
+
+    Not torch's once_differentiable, which finds out only if the upstream gradient can be differentiated: a loss's
+    cannot, and the second derivative would lack the op's part without a word."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} can be differentiated once: for create_graph=True, or a gradient of a gradient, take "
+            "backend='reference'"
+        )
 
 
 def native_reason(op: str, device: str) -> str:

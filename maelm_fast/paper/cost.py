@@ -39,10 +39,11 @@ _SECONDS, _STEPS = 2.0, 3  # of a calibration, at least
 
 
 class Cost(NamedTuple):
-    """tokens: original tokens trained on."""
+    """tokens: original tokens trained on. disk: bytes of checkpoints kept."""
 
     tokens: float
     flops: float
+    disk: float = 0.0
 
 
 def cost(cell: Cell, steps_done: int = 0) -> Cost:
@@ -51,8 +52,11 @@ def cost(cell: Cell, steps_done: int = 0) -> Cost:
     with torch.device("meta"):
         model = MaeLm(config.model)
     batch = _random_batch(config, model, 1, length)
-    trained = (config.optim.max_steps - steps_done) * config.optim.batch_size
-    return Cost(trained * length, trained * training_flops(config.model, *batch.lengths))
+    steps = config.optim.max_steps - steps_done
+    trained = steps * config.optim.batch_size
+    parameters = sum(p.numel() for p in model.parameters())
+    disk = -(-steps // config.runtime.save_every) * parameters * 12  # AdamW's averages too
+    return Cost(trained * length, trained * training_flops(config.model, *batch.lengths), disk)
 
 
 def mean_tokens(data: TaskData) -> float:

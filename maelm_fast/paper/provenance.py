@@ -24,6 +24,11 @@ def missing(results: Results) -> list[str]:
     if plan.not_asked_for:
         lines.append(f"- Not asked for (`--rows`): {'; '.join(row.label for row in plan.not_asked_for)}.")
     lines += [f"- Failed: {cell.title}, {stage}: {error}" for cell, stage, error in results.errors()]
+    for one, other in results.equal_losses():
+        lines.append(
+            f"- Not to be trusted: {one.row.title} and {other.row.title}, seed {one.config.seed}, have the same "
+            f"validation loss to the last bit, so what sets them apart had no effect."
+        )
     failed = {cell.key for cell, _, _ in results.errors()}
     untrained = {cell.key for cell in results.unfinished(units=False)}
     for cell in results.unfinished():

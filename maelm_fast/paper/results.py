@@ -70,6 +70,18 @@ class Results:
                 left.append(cell)
         return left
 
+    def equal_losses(self) -> list[tuple[Cell, Cell]]:
+        """Runs of one seed whose configurations differ but whose validation losses do not, to the last bit: whatever
+        sets them apart had no effect."""
+        seen: dict[tuple[int, float], Cell] = {}
+        pairs = []
+        for cell in self.plan.runs:
+            if (result := self.pretraining(cell)) is not None:
+                first = seen.setdefault((cell.config.seed, result["val_loss"]), cell)
+                if first is not cell:
+                    pairs.append((first, cell))
+        return pairs
+
     @property
     def glue(self) -> list[Task]:
         return [task for task in self.plan.tasks if task.name in GLUE]

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from maelm_fast.errors import UserError
 from maelm_fast.finetuning.examples import Answer, SpanExamples
 from maelm_fast.finetuning.squad import f1, normalise, question_scores, squad_scores
 from maelm_fast.finetuning.tasks import get
@@ -147,3 +148,13 @@ def test_the_scan_of_the_official_scorer_gives_the_same_without_ties():
         result = scores(examples, texts, odds)
         assert result["best_f1"] == pytest.approx(100 * best / 15)
         assert result["best_f1_thresh"] == threshold
+
+
+def test_predictions_that_are_missing_or_no_numbers():
+    examples = questions(["x"], [])
+    with pytest.raises(UserError, match="no prediction for question b"):
+        squad_scores({"a": "x"}, {"a": 0.0, "b": 0.0}, examples)
+    with pytest.raises(UserError, match="diverged"):
+        scores(examples, ["x", ""], [float("nan"), 0.0])
+    with pytest.raises(UserError, match="no questions"):
+        squad_scores({}, {}, examples.take([]))

@@ -80,6 +80,23 @@ def test_an_op_and_its_reference_give_the_same_loss_and_gradients(op: str, name:
         torch.testing.assert_close(mine, theirs, rtol=2e-4, atol=2e-4 * float(theirs.abs().max().clamp(max=1.0)))
 
 
+ONCE = [swap for swap in SWAPS if swap not in (("attention", "grouped"), ("linear", "triton"))]  # these are PyTorch's
+
+
+@pytest.mark.parametrize(("op", "name"), ONCE, ids=[f"{op}-{name}" for op, name in ONCE])
+def test_a_second_derivative_is_an_error(op: str, name: str) -> None:
+    """Not a number from which the op's part is missing."""
+    if name == "native" and not native.has(op, DEVICE):
+        pytest.skip(native.why_not(DEVICE))
+    if (op, name) == ("attention", "triton") and not FP32_KERNEL:
+        pytest.skip(NO_FP32_KERNEL)
+    model, batch = model_and_batch()
+    with ops.backends(dataclasses.replace(REFERENCE, **{op: name})):  # type: ignore[arg-type]
+        loss, _ = model(batch, dropout_seed=3)
+        with pytest.raises(RuntimeError, match="differentiated once"):
+            torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
 @pytest.mark.skipif(not dispatch.triton_installed(), reason="triton is not installed")
 def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several GPUs the current one may be another, and Triton launches on that."""

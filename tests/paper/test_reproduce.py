@@ -369,6 +369,15 @@ def test_a_report_says_which_rows_were_not_asked_for(store: Path, tmp_path: Path
     assert [row.split(" | ")[0] for row in rows] == ["| 0", "| 0.5"]
 
 
+def test_rows_that_do_not_differ_are_called_out(store: Path, tmp_path: Path) -> None:
+    """As when an option is parsed and ignored."""
+    plan, ledger = placed("fig5", store, tmp_path, seeds=2), Ledger(tmp_path)
+    for cell, loss in zip(plan.runs, (6.0, 5.0, 5.5, 5.0), strict=True):  # MLM with seeds 0 and 1, then MAE-LM
+        ledger.append({"key": cell.key, "stage": PRETRAINING, "config": cell.key, "result": {"val_loss": loss}})
+    (pair,) = Results(plan, ledger).equal_losses()
+    assert pair == (plan.runs[1], plan.runs[3])
+
+
 def test_the_time_of_an_evaluation_between_two_logged_updates(tmp_path: Path) -> None:
     """It is on the straight line between them, not the later one's."""
     directory = RunDir(tmp_path)

@@ -140,7 +140,7 @@ def _shown(plan: Plan, data: str | None, out: Path) -> Iterator[str]:
         yield f"not asked for: {'; '.join(row.label for row in plan.not_asked_for)}"
     yield (
         f"{len(costs)} runs, {short_number(sum(one.tokens for one in costs))} tokens, "
-        f"{sum(one.flops for one in costs):.2e} FLOP; "
+        f"{sum(one.flops for one in costs):.2e} FLOP, {sum(one.disk for one in costs) / 1e9:,.2f} GB of checkpoints; "
         f"{len(unfinished)} unfinished, about {duration(seconds)}"
     )
     if plan.found is not None:
