@@ -20,8 +20,10 @@ from maelm_fast import presets
 from maelm_fast.reporting import table
 
 MODELS, GPUS = ("base", "base++", "large++"), (8, 64)
+SPEEDRUN = ("base", "base_cross", "roberta_base")
 NODE = 8  # GPUs that NVLink connects
 MICRO_BATCH = 64  # sequences at most
+BILLIONS, HOURS = 5, 1.5  # tokens, and hours of one H200, that the speedrun on a GPU is planned with
 BACKWARD = 2 / 3  # of a micro-batch's time
 SHARE = 0.7  # of a link's data sheet: an assumption
 NVLINK = {"a100": 300e9, "h200": 450e9}  # bytes a second and direction of a GPU in a node
@@ -67,10 +69,23 @@ def weak_scaling(card: str, gpus: int) -> list[str]:
     return [CARDS[card].name, str(gpus), f"{1000 * whole.sending:.0f}", span(shares, ".1%")]
 
 
+def rates_alone(model: str, card: str) -> list[float]:
+    """Tokens/s of one GPU, most and least."""
+    return [MICRO_BATCH * 512 / seconds for seconds in update(model, card, 1, MICRO_BATCH).taken]
+
+
+def speedrun(model: str, card: str) -> list[str]:
+    """What the tokens of the speedrun's first target take on one GPU, and how many there are in the second's hours."""
+    rates, name = rates_alone(model, card), CARDS[card].name
+    price = [BILLIONS * (dollars(name, rate) or 0.0) for rate in rates]
+    minutes = [BILLIONS * 1e9 / rate / 60 for rate in rates]
+    billions = sorted(HOURS * 3600 * rate / 1e9 for rate in rates)
+    return [model, name, span(minutes, ".0f"), span(price, ".2f"), span(billions, ".2f")]
+
+
 def tokens(model: str, card: str) -> list[str]:
     """What 1B tokens cost on one GPU."""
-    name = CARDS[card].name
-    rates = [MICRO_BATCH * 512 / seconds for seconds in update(model, card, 1, MICRO_BATCH).taken]
+    rates, name = rates_alone(model, card), CARDS[card].name
     price = [dollars(name, rate) or 0.0 for rate in rates]
     return [model, name, span(price, ".2f"), span([most_kilowatt_hours(name, rate) for rate in rates], ".1f")]
 
@@ -82,7 +97,9 @@ def report() -> str:
     weak = table(("GPU", "GPUs", "ms to send the gradients", "of N times one GPU's rate"), more)
     prices = [tokens(*run) for run in itertools.product(MODELS, CARDS)]
     each = table(("model", "GPU", "dollars per 1B tokens", "kWh per 1B tokens, at most"), prices)
-    return "\n".join([*whole, *weak, *each]).rstrip()
+    runs_alone = [speedrun(model, "h200") for model in SPEEDRUN]
+    header = ("model", "GPU", f"minutes of {BILLIONS}B tokens", "dollars", f"billion tokens in {HOURS} hours")
+    return "\n".join([*whole, *weak, *each, *table(header, runs_alone)]).rstrip()
 
 
 if __name__ == "__main__":

@@ -134,9 +134,14 @@ def environment(device: str) -> dict[str, Any]:
         "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain") else ""),
         "device": torch.cuda.get_device_name() if device == "cuda" else _cpu_model(),
         "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 2),
+        "load": load(),
         "torch": torch.__version__,
     }
+
+
+def load() -> float:
+    """Runnable processes over the last minute."""
+    return round(os.getloadavg()[0], 2)
 
 
 def transformers_version() -> str | None:

@@ -120,7 +120,7 @@ def is_quiet(row: Row) -> bool:
 
 def headline_tables(cases: Sequence[Case]) -> Iterator[Table]:
     """Of each GPU and of one CPU the newest quiet case with the paper's dropout and bias, and the one alike without
-    both."""
+    both, if that was quiet too."""
     settings = {case.setting: case for case in cases}
     newest: dict[str, Case] = {}
     for case in sorted(cases, key=lambda case: when(case.shared)):
@@ -129,7 +129,8 @@ def headline_tables(cases: Sequence[Case]) -> Iterator[Table]:
         if setting == (0.1, "t5", 512, 0.15, "full") and is_quiet(row):
             newest[row["device"] if case.on_gpu else "cpu"] = case
     for _, case in sorted(newest.items(), key=lambda item: (not item[1].on_gpu, item[0])):
-        yield headline(case, settings.get((*(case.shared[name] for name in SETTING), -0.0, "none")))
+        plain = settings.get((*(case.shared[name] for name in SETTING), -0.0, "none"))
+        yield headline(case, plain if plain and is_quiet(plain.shared) else None)
 
 
 def headline(case: Case, plain: Case | None) -> Table:

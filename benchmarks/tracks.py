@@ -45,9 +45,12 @@ def _tracks() -> dict[str, Track]:
                 "masks": Entry("AdamW, 40% to 15% masked", presets.change(tiny, masking=falling)),
                 "muon": Entry("Muon, 15% masked", presets.change(tiny, optim=muon)),
                 "both": Entry("Muon, 40% to 15% masked", presets.change(tiny, masking=falling, optim=muon)),
-                "fast": Entry("Muon, 40% to 15% masked, higher rates: tiny_fast", fast("tiny_fast", 1_600)),
+                "fast": Entry("Muon, 50% to 15% masked, higher rates, average: tiny_fast", fast("tiny_fast", 1_600)),
                 "mlm_paper": Entry("AdamW, 15% masked: roberta_tiny", presets.get("roberta_tiny")),
-                "mlm_fast": Entry("Muon, 40% to 15% masked: roberta_tiny_fast", fast("roberta_tiny_fast", 1_600)),
+                "mlm_fast": Entry(
+                    "Muon, 50% to 15% masked, higher rates, average: roberta_tiny_fast",
+                    fast("roberta_tiny_fast", 1_600),
+                ),
             },
         ),
         "cpu": Track(

@@ -60,6 +60,7 @@ from benchmarks.measure import (
     Joules,
     alone,
     environment,
+    load,
     quartiles,
     ratios,
     reason,
@@ -209,7 +210,7 @@ def compare(
     if settings.device == "cpu" and (host := native.host()) is not None:
         host.keep_freed_memory()  # as a run does; every contestant has the gain
     torch._dynamo.reset()  # what was compiled for an earlier case counts towards the limit of recompilations
-    shared = environment(settings.device) | {  # the date tells the cases of a run apart: not to the second
+    shared: Row = environment(settings.device) | {  # the date tells the cases of a run apart: not to the second
         "date": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "transformers": transformers_version(),
         **{name: getattr(settings, name) for name in ("precision", "batch", "seq", "rate", "lengths")},
@@ -218,6 +219,7 @@ def compare(
     def row(name: str, skipped: str | None, **fields: Any) -> Row:
         config = settings.model_config(name)
         about = {"compiled": name.endswith(COMPILED), "dropout": config.dropout, "bias": config.relative_bias}
+        shared["load"] = max(shared["load"], load())  # other work may begin at any time
         return shared | {"model": name, **about, "skipped": skipped} | fields
 
     records: list[Record] = []

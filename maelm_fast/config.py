@@ -210,6 +210,11 @@ class OptimConfig:
     cooldown_steps: float | None = None
     """Updates of the trapezoid's decay; below 1, their share of max_steps; None: half. A configuration, once made, has
     the number."""
+    lr_end: float = 0.0
+    """Share of the peak at which the decay ends (the paper: 0). An average of the weights likes more."""
+    average: float = 0.0
+    """Decay of an exponential average of the weights, one step an update: what is evaluated, saved and exported then is
+    that average (ours; training/average.py). 0.995 is over some 200 updates; 0: the weights as they are."""
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-6
     weight_decay: float = 0.01
@@ -237,6 +242,8 @@ class OptimConfig:
         )
         object.__setattr__(self, "warmup_steps", int(warmup))
         self._check_cooldown()
+        for name in ("lr_end", "average"):
+            require(0.0 <= getattr(self, name) < 1.0, f"optim.{name} must lie in [0, 1), not {getattr(self, name)}")
         require(
             all(0.0 <= beta < 1.0 for beta in self.betas), f"optim.betas must lie in [0, 1), not {list(self.betas)}"
         )

@@ -96,6 +96,18 @@ def rows_of(names: list[str], rounds: int = 1, profiled: bool = False) -> list[d
     return list({row["model"]: row for row in made}.values())
 
 
+def test_a_row_has_the_highest_load_of_its_run_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other work may begin after the run does, and end before it."""
+    loads = iter([1.0, 1.0, 3.5, 1.2])  # at the start, and when each row is made
+
+    def none(*arguments: Any) -> Any:
+        raise ImportError
+
+    monkeypatch.setattr("os.getloadavg", lambda: (next(loads), 0.0, 0.0))
+    monkeypatch.setattr(train_step, "entered", none)
+    assert [row["load"] for row in rows_of(["tiny", "roberta_tiny", "hf"])] == [1.0, 3.5, 3.5]
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_what_cannot_run_is_a_row_with_the_reason_and_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*arguments: Any) -> Any:

@@ -243,10 +243,11 @@ def test_fast_presets_are_their_scales_with_muon_and_falling_masks() -> None:
     for name in ("tiny", "small", "base"):
         fast, plain = presets.get(f"{name}_fast"), presets.get(name)
         changed = differences(fast, plain)
-        assert changed.keys() <= {"name", "lr", "muon_lr", "muon_momentum", "rate", "rate_end"} | (
-            {"max_steps", "warmup_steps"} if name == "tiny" else set()
+        assert changed.keys() <= {"name", "lr", "muon_lr", "rate", "rate_end"} | (
+            {"max_steps", "warmup_steps", "muon_momentum", "lr_end", "average"} if name == "tiny" else set()
         )
-        assert (changed["name"], changed["rate"], fast.masking.final.rate) == ("muon", 0.4, 0.15)
+        rates = 0.5 if name == "tiny" else 0.4, 0.15
+        assert (changed["name"], changed["rate"], fast.masking.final.rate) == ("muon", *rates)
         assert presets.get(f"roberta_{name}_fast") == presets.as_roberta(fast)
     paper = [presets.get(name) for name in presets.names() if "fast" not in name]
     assert {(run.optim.name, run.optim.schedule, run.masking.rate_end) for run in paper} == {("adamw", "linear", None)}

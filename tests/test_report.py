@@ -324,6 +324,24 @@ def test_a_projection_is_called_one_and_is_a_range(root: Path, capsys: pytest.Ca
     assert report_step.NO_GPU in out
 
 
+def test_a_headline_is_of_a_quiet_machine(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was timed beside other work is in the tables, with its load, and in no headline: neither it nor its last
+    column."""
+    noisy = {name: 2 * speed for name, speed in SPEEDS.items()}
+    put(
+        root,
+        contestants(SPEEDS, batch=2)
+        + contestants(noisy, minute=1, load=2.6)
+        + contestants(PLAIN, minute=2, batch=2, dropout=0.0, bias="none", load=2.6),
+    )
+    printed(root, capsys, "--write")
+    top, all_tables = (root / "README.md").read_text(), (root / "benchmarks" / "README.md").read_text()
+    assert "| `base` (MAE-LM) | 190 [184, 198] | **1.90x** [1.84, 1.98] | 3.8 GB |\n" in top
+    assert "without dropout and bias" not in top
+    assert "380" not in top
+    assert "380 [369, 395]" in all_tables
+
+
 def test_write_replaces_the_regions_that_have_rows_and_nothing_else(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,6 +54,11 @@ class MaeLmModule(LightningModule):
             f"the learning rate falls to 0 at optim.max_steps {steps}, but Trainer(max_steps={self.trainer.max_steps}) "
             "stops elsewhere: give both the same",
         )
+        require(
+            self.optim.average == 0.0,
+            "optim.average is for maelm-fast's own loop: set optim.average=0, and give Lightning's Trainer a callback "
+            "that averages weights (EMAWeightAveraging)",
+        )
         optimizer = build_optimizer(self.model, self.optim)
         schedule = LambdaLR(optimizer, lambda step: learning_rate(self.optim, step) / self.optim.lr)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

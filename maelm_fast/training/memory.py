@@ -29,8 +29,10 @@ def estimated(config: RunConfig, parameters: int, length: int, keep_gelu: bool =
     parameters: how many the model has. length: tokens of a full sequence. keep_gelu: as model/block.py's."""
     model = config.model
     table = model.table_size * model.hidden_size
-    # parameter, gradient, AdamW's two averages, the cast to bf16; the table's gradients that are to be added up
-    fixed = parameters * (4 * WIDE + NARROW) + 3 * table * WIDE + 2 * LOGITS_BYTES["cuda"]
+    # parameter, gradient, AdamW's two averages, the weights', the cast to bf16; the table's gradients to be added up
+    fixed = (
+        parameters * ((4 + bool(config.optim.average)) * WIDE + NARROW) + 3 * table * WIDE + 2 * LOGITS_BYTES["cuda"]
+    )
     rates = {config.masking.rate, config.masking.final.rate}
     masked = (round(rate * length) for rate in rates)
     return fixed, max(sequence_bytes(model, config.masking, length, count, keep_gelu) for count in masked)

@@ -12,15 +12,18 @@ from maelm_fast.training.muon import Muon
 
 
 def learning_rate(config: OptimConfig, update: int) -> float:
-    """lr of an update, counting from 0: linear from 0 to the peak over warmup_steps, then linear to 0 at max_steps, at
-    once or, in a trapezoid, over the last cooldown_steps.
+    """lr of an update, counting from 0: linear from 0 to the peak over warmup_steps, then linear to lr_end of it at
+    max_steps, at once or, in a trapezoid, over the last cooldown_steps.
 
-    Update 0 therefore has lr 0 and the last update peak / (max_steps - warmup_steps), as in the released code."""
+    Update 0 therefore has lr 0 and, where lr_end is 0, the last update peak / (max_steps - warmup_steps), as in the
+    released code."""
     if update < config.warmup_steps:
         return config.lr * update / config.warmup_steps
     if config.cooldown_steps is not None:
-        return config.lr * min((config.max_steps - update) / config.cooldown_steps, 1.0)
-    return config.lr * (config.max_steps - update) / (config.max_steps - config.warmup_steps)
+        lr = config.lr * min((config.max_steps - update) / config.cooldown_steps, 1.0)
+    else:
+        lr = config.lr * (config.max_steps - update) / (config.max_steps - config.warmup_steps)
+    return lr + config.lr_end * (config.lr - lr)
 
 
 LOOKED_UP = ("_table", "relative_bias.weight")

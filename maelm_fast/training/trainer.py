@@ -30,6 +30,7 @@ from maelm_fast.model.maelm import MaeLm
 from maelm_fast.philox import fold_seed
 from maelm_fast.stop import Stop, Stopped, StopSignals
 from maelm_fast.training import checkpoint, loop
+from maelm_fast.training.average import Average
 from maelm_fast.training.files import write_json
 from maelm_fast.training.hardware import device_name
 from maelm_fast.training.live import live_batches, live_ranks
@@ -80,6 +81,7 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
         forward = processes.wrap(self.model)
         self.masker = Masker(config.masking.final, vocabulary, config.seed, self.model.encoder_sees_mask)
         self.optimizer = build_optimizer(self.model, config.optim, precision)
+        self.average = Average(self.model, self.optimizer, config.optim.average)
         self.batches = TrainingBatches(
             train,
             self.masker,
@@ -122,6 +124,7 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
         if self.progress.finished == "max_steps" and self.progress.step < self.steps:
             self.progress.finished = None  # the run is prolonged
         checkpoint.load(path, self.model, self.optimizer)
+        self.average.swap()
         return True
 
     def train(self) -> PretrainingProgress:
@@ -173,6 +176,7 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
         seeds = self._sent([fold_seed(self.config.seed, _DROPOUT, step, place) for place in places], torch.int64)
         lr = learning_rate(self.config.optim, step)
         own = self.step(micro_batches, seeds, lr)
+        self.average.add(step + 1)
         counts = [sum(count) for count in zip(*(batch.counts for batch in micro_batches), strict=True)]
         known = self._sent([*counts, self.meter.flops_of(micro_batches), bool(self.signals())], torch.float64)
         shared = processes.sum(torch.cat([own[:2], known]))
@@ -220,9 +224,10 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
     def measure(self) -> None:
         """The live effective ranks, into the metrics; by the main process alone."""
         self.processes.at("measuring ranks")
-        model = self.processes.whole_model(self.model)
+        with self.average.in_model():
+            model = self.processes.whole_model(self.model)
+            ranks = live_ranks(model, self.rank_batches, self.device, self.autocast) if self.processes.is_main else {}
         if self.processes.is_main:
-            ranks = live_ranks(model, self.rank_batches, self.device, self.autocast)
             self.metrics.write({"kind": "rank", "step": self.progress.step, "tokens": self.progress.tokens, **ranks})
         self.meter.restart()
 
@@ -231,7 +236,8 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
         progress, runtime, processes = self.progress, self.config.runtime, self.processes
         size, samples = runtime.sequences_at_once, runtime.eval_samples
         batches = validation_batches(self.validation, self.masker, size, samples, processes.rank, processes.world)
-        result = evaluate(self.model, batches, self.device, self.autocast, processes)
+        with self.average.in_model():
+            result = evaluate(self.model, batches, self.device, self.autocast, processes)
         unigram = self.validation.manifest.unigram_nats
         row = {
             "kind": "validation",
@@ -260,7 +266,8 @@ class Trainer(Training[list[PackedBatch], "_Update"]):
     def save(self) -> None:
         self.processes.at("saving")
         step, state = self.progress.step, asdict(self.progress)
-        self.checkpoints.save(step, self.model, self.optimizer, state, before=self.metrics.sync)
+        with self.average.in_model():
+            self.checkpoints.save(step, self.model, self.optimizer, state, before=self.metrics.sync)
         self.meter.restart()
 
     def saved(self) -> None:

@@ -272,11 +272,13 @@ def torchrun(count: int, plan: str, *options: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def case(store: Path, out: Path, micro: int, steps: int, strategy: str = "ddp", **wrong: list[int]) -> dict[str, Any]:
+def case(
+    store: Path, out: Path, micro: int, steps: int, strategy: str = "ddp", average: float = 0.0, **wrong: list[int]
+) -> dict[str, Any]:
     """A run with dropout, of updates of 12 samples, of whose tokens as many are masked as chance will have it."""
     sections = {
         "masking": {"count": "stochastic"},
-        "optim": {"max_steps": steps},
+        "optim": {"max_steps": steps, "average": average},
         "runtime": {"micro_batch_size": micro},
         "metrics": {"rank_every": 4},
     }
@@ -314,11 +316,11 @@ def test_three_processes_compute_what_one_does(
     store: Path, document_store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """DDP with more micro-batches than ranks, FSDP2 with fewer; a gradient that is not finite on one rank alone; a stop
-    that one rank is asked for, after which the other engine goes on."""
+    that one rank is asked for, after which the other engine goes on, with its average of the weights."""
     plan = [
         case(document_store, tmp_path / "ddp", 3, 5, "ddp", nan=[1, 2]),
-        case(store, tmp_path / "fsdp", 12, 8, "fsdp", stop=[1, 5]),
-        case(store, tmp_path / "fsdp", 12, 8, "ddp"),
+        case(store, tmp_path / "fsdp", 12, 8, "fsdp", average=0.8, stop=[1, 5]),
+        case(store, tmp_path / "fsdp", 12, 8, "ddp", average=0.8),
     ]
     together(3, lambda: main(written(plan, tmp_path)))
     output = capfd.readouterr().out

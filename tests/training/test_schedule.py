@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ def test_validation_masks_at_the_last_rate(store: Path, tmp_path: Path) -> None:
 def test_schedule() -> None:
     optim = OptimConfig(lr=1.0, warmup_steps=10, max_steps=110)
     assert [learning_rate(optim, k) for k in (0, 5, 10, 60, 109)] == pytest.approx([0, 0.5, 1.0, 0.5, 0.01])
+    ends = replace(optim, lr_end=0.2)
+    assert [learning_rate(ends, k) for k in (0, 5, 10, 60, 110)] == pytest.approx([0, 0.5, 1.0, 0.6, 0.2])
+    ends = replace(ends, schedule="trapezoid", cooldown_steps=20)
+    assert [learning_rate(ends, k) for k in (60, 100, 110)] == pytest.approx([1.0, 0.6, 0.2])
 
 
 def test_a_trapezoid() -> None:
