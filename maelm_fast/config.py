@@ -328,7 +328,8 @@ class RuntimeConfig:
     running them. Needs samples of one length, a fixed mask count and a GPU."""
     deterministic: bool = False
     """On a GPU too, the same bits every time: table gradients are added in a fixed order, which is slower, and what
-    has no such order is refused. A CPU gives the same bits anyway."""
+    has no such order is refused. A CPU gives the same bits anyway. Without it cuBLAS may add up a product's parts in
+    bf16 (PyTorch's default)."""
     workers: int = 0
     """Loader processes. The batches are the same for every number."""
     log_every: int = 10

@@ -29,9 +29,11 @@ MODULES = ("common", "add_norm", "attention", "embed_packed", "feed_forward", "m
 
 @dataclass
 class Record:
-    """All that ran. variants: (kernel, signature with constants, warps) and how many launches of each."""
+    """All that ran. variants: (kernel, signature with constants, warps) and how many launches of each. binaries: what
+    was compiled for them."""
 
     variants: collections.Counter[tuple[Any, ...]] = field(default_factory=collections.Counter)
+    binaries: set[str] = field(default_factory=set)
     faults: list[str] = field(default_factory=list)
     counts: dict[str, Counts] | None = None  # by kernel, if wanted
 
@@ -61,6 +63,7 @@ class StandIn:
         signature = compiled.src.signature
         variant = tuple((n, given[n] if kind == "constexpr" else kind) for n, kind in signature.items())
         RECORD.variants[self.fn.__name__, variant, compiled.metadata.num_warps] += 1
+        RECORD.binaries.add(f"{self.fn.__name__} {compiled.hash}")
         values = [given[name] for name, kind in signature.items() if kind != "constexpr"]
         kinds = [kind for kind in signature.values() if kind != "constexpr"]
         text = self.changed(compiled.asm["ptx"])

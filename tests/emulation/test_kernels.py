@@ -28,6 +28,7 @@ from maelm_fast.model.maelm import MaeLm
 from maelm_fast.training.optim import build_optimizer
 from maelm_fast.training.step import Numbers, TrainStep
 from tests.emulation.kernels import RECORD, StandIn
+from tests.emulation.machine import Kernel
 from tests.emulation.memory import Fault
 from tests.ops import (
     attention_checks,
@@ -37,7 +38,7 @@ from tests.ops import (
     test_masked_cross_entropy,
 )
 from tests.ops.checks import check_against_reference, deterministic, gapped_layout, poisoned_memory
-from tests.training.test_step import KERNELS, OPS, VOCABULARY
+from tests.training.test_step import KERNELS, OPS, VOCABULARY, batch_of, run_config
 
 WIDTHS, T5_REACH = (128, 512, 768, 1024), 91
 check_attention = functools.partial(attention_checks.check_kernel, dtype=torch.bfloat16, positions=512)
@@ -230,6 +231,24 @@ def test_an_update_of_tiny(lengths: tuple[int, ...]) -> None:
         rounding = (plain[key] - gradient).norm()
         assert (mine[key] - gradient).norm() <= 1.5 * rounding + 1e-3 * gradient.norm(), key
     assert len({name for name, *_ in RECORD.variants - before}) == 12
+
+
+def test_updates_of_other_lengths_and_seeds_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launched, not executed: what the kernels would have written is of no account."""
+    monkeypatch.setattr(Kernel, "launch", lambda *_: None)
+    model = MaeLm(run_config().model).train()
+    step = TrainStep(model, build_optimizer(model, run_config().optim), 1.0, "bf16")
+
+    def compiled(update: list[tuple[int, ...]]) -> set[str]:
+        monkeypatch.setattr(RECORD, "binaries", set())
+        with ops.backends(**KERNELS):
+            step([batch_of(1, lengths) for lengths in update], torch.arange(len(update)), 1e-3)
+        return RECORD.binaries
+
+    first = compiled([(64,) * 4])
+    assert len(first) > 12
+    for update in ([(64,) * 4] * 3, [(64,) * 3, (128, 3, 77, 1, 90), (16,), (5,) * 16]):
+        assert compiled(update) <= first
 
 
 # Broken on purpose.
