@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kRows = 8, kVectors = 3, kColumns = 16 * kVectors;  // of a tile: 24 of the 32 registers are its sums
 constexpr int64_t kDepth = 2048;                                  // of one pass over fp32 sums in memory
-constexpr int64_t kGroupBytes = 384 << 10;                        // packed panels that a thread keeps in its L2 cache
+constexpr int64_t kGroupBytes = 512 << 10;                        // packed panels that a thread keeps in its L2 cache
 constexpr int64_t kAhead = 256;                                   // words of the depth that a panel is fetched ahead
 constexpr int64_t kStrip = 128;                                   // columns that pack_left reads of a row at a time
 

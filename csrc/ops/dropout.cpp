@@ -121,30 +121,28 @@ struct Blocks {
   __m512i word[4];
 };
 
-MAELM_AVX512 MAELM_INLINE Blocks philox_16(uint32_t group, uint32_t row, uint32_t place, uint32_t part, uint64_t seed) {
+MAELM_AVX512 MAELM_INLINE Blocks philox_16(uint32_t group, uint32_t row, uint32_t place, uint32_t part,
+                                           const DropoutKeys& keys) {
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   __m512i c0 = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(group)), lanes);
   __m512i c1 = _mm512_set1_epi32(static_cast<int>(row)), c2 = _mm512_set1_epi32(static_cast<int>(place));
   __m512i c3 = _mm512_set1_epi32(static_cast<int>(part));
-  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   constexpr int kXor = 0x96;  // of three
   for (int round = 0; round < kDropoutRounds; ++round) {
     const WideWords first = multiply_16(c0, kPhiloxMultiplier0), second = multiply_16(c2, kPhiloxMultiplier1);
-    c0 = _mm512_ternarylogic_epi32(second.high, c1, _mm512_set1_epi32(static_cast<int>(k0)), kXor);
+    c0 = _mm512_ternarylogic_epi32(second.high, c1, _mm512_set1_epi32(keys[round][0]), kXor);
     c1 = second.low;
-    c2 = _mm512_ternarylogic_epi32(first.high, c3, _mm512_set1_epi32(static_cast<int>(k1)), kXor);
+    c2 = _mm512_ternarylogic_epi32(first.high, c3, _mm512_set1_epi32(keys[round][1]), kXor);
     c3 = first.low;
-    k0 += kPhiloxWeyl0;
-    k1 += kPhiloxWeyl1;
   }
   return {{c0, c1, c2, c3}};
 }
 
 // A bit for each of 128 keys that is kept. Of 32 columns, a 128-bit lane, word k decides about the keys 8 k to 8 k + 7 in
 // their order; so each word's bits are whole bytes, and it is those that are put in order.
-MAELM_AVX512 void draw_128(uint8_t* bits, uint32_t group, uint32_t row, uint32_t place, uint32_t part, uint64_t seed,
-                           uint32_t threshold) {
-  const Blocks c = philox_16(group, row, place, part, seed);
+MAELM_AVX512 void draw_128(uint8_t* bits, uint32_t group, uint32_t row, uint32_t place, uint32_t part,
+                           const DropoutKeys& keys, uint32_t threshold) {
+  const Blocks c = philox_16(group, row, place, part, keys);
   const __m512i limit = _mm512_set1_epi16(static_cast<int16_t>(threshold));
   const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m128i bytes = _mm_setr_epi32(kept_halves(c.word[0], limit), kept_halves(c.word[1], limit),
@@ -153,9 +151,9 @@ MAELM_AVX512 void draw_128(uint8_t* bits, uint32_t group, uint32_t row, uint32_t
 }
 
 // draw_64 for 128 columns.
-MAELM_AVX512 void draw_wide(uint8_t* bytes, uint32_t group, uint32_t row, uint32_t place, uint32_t part, uint64_t seed,
-                            uint32_t threshold) {
-  const Blocks c = philox_16(group, row, place, part, seed);
+MAELM_AVX512 void draw_wide(uint8_t* bytes, uint32_t group, uint32_t row, uint32_t place, uint32_t part,
+                            const DropoutKeys& keys, uint32_t threshold) {
+  const Blocks c = philox_16(group, row, place, part, keys);
   const __m512i limit = _mm512_set1_epi16(static_cast<int16_t>(threshold));
   __m512i kept[4];
   for (int word = 0; word < 4; ++word) kept[word] = _mm512_movm_epi16(_mm512_cmpge_epu16_mask(c.word[word], limit));
@@ -181,6 +179,12 @@ Dropout::Dropout(double p, const std::optional<Tensor>& seed, int64_t place, con
   threshold_ = dropout_threshold(p);
   place_ = static_cast<uint32_t>(place);
   seed_ = static_cast<uint64_t>(*static_cast<const int64_t*>(seed->data_ptr()));
+  uint32_t k0 = static_cast<uint32_t>(seed_), k1 = static_cast<uint32_t>(seed_ >> 32);
+  for (auto& keys : keys_) {
+    keys = {static_cast<int32_t>(k0), static_cast<int32_t>(k1)};
+    k0 += kPhiloxWeyl0;
+    k1 += kPhiloxWeyl1;
+  }
 }
 
 void Dropout::draw(uint8_t* bytes, int64_t row, int64_t width, int64_t part, int64_t first) const {
@@ -193,7 +197,7 @@ void Dropout::draw(uint8_t* bytes, int64_t row, int64_t width, int64_t part, int
   if (has_avx512()) {
     for (; column + 64 < width; column += 128) {
       draw_wide(bytes + column, static_cast<uint32_t>((first + column) / kDropoutLanes), static_cast<uint32_t>(row),
-                place_, static_cast<uint32_t>(part), seed_, threshold_);
+                place_, static_cast<uint32_t>(part), keys_, threshold_);
     }
   }
 #endif
@@ -224,7 +228,7 @@ void Dropout::draw_bits(uint8_t* bits, int64_t row, int64_t keys, int64_t head, 
   }
   for (int64_t key = 0; key < keys; key += 128) {
     draw_128(bits + key / 8, static_cast<uint32_t>((first + key) / kDropoutLanes), static_cast<uint32_t>(row), place_,
-             static_cast<uint32_t>(head), seed_, threshold_);
+             static_cast<uint32_t>(head), keys_, threshold_);
   }
 }
 #endif

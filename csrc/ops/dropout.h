@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -9,6 +10,8 @@
 #include "rows.h"
 
 namespace maelm {
+
+using DropoutKeys = std::array<std::array<int32_t, 2>, kDropoutRounds>;  // of Philox's rounds
 
 // What draws the masks of one call: rate, seed and site. Off at a rate of 0.
 class Dropout {
@@ -33,6 +36,7 @@ class Dropout {
   float scale_ = 1.0f;
   uint32_t threshold_ = 0, place_ = 0;
   uint64_t seed_ = 0;
+  DropoutKeys keys_ = {};
 };
 
 // A thread's mask buffer.
