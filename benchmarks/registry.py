@@ -249,7 +249,7 @@ ENTRIES = {
             "feed_forward",
             _feed_forward_inputs,
             ("x", "weight_in", "bias_in", "weight_out", "bias_out"),
-            peers={"ours, GELU kept": lambda i: ops.feed_forward(**i, keep_gelu=True)},
+            peers={"GELU kept": lambda i: ops.feed_forward(**i, keep_gelu=True)},
         ),
         Entry(
             "masked_cross_entropy",

@@ -22,6 +22,7 @@ from benchmarks import contestants, gates, measure, shares, train_step
 from benchmarks.contestants import Contestant, Settings
 from benchmarks.measure import Failed
 from benchmarks.shares import CLASSES
+from maelm_fast.model.block import Block
 from tests.processes import started
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "ffn_size": 128, "vocab_size": 512}
@@ -204,6 +205,14 @@ def fails(how: str) -> str:
     if how == "exit":
         os._exit(1)
     raise (ImportError if how == "import" else Failed)(f"{how}: it cannot\nmore")
+
+
+@pytest.mark.parametrize(("gib", "keep"), [(1, True), (0.02, False)])
+def test_gelus_output_is_kept_as_by_a_run(gib: float, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contestants.memory, "can_estimate", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gib * 2**30, 2**40))
+    model = Contestant("tiny", SETTINGS).model
+    assert {block.keep_gelu for block in model.modules() if isinstance(block, Block)} == {keep}
 
 
 def test_a_process_apart_may_fail_and_die() -> None:

@@ -142,6 +142,15 @@ def test_everything_else_is_that_of_a_step(name: str) -> None:
     assert moved_as(step, "other") == pytest.approx(seen, rel=0.02)
 
 
+def test_gelus_output_is_kept_where_a_run_would_keep_it() -> None:
+    """That spares the blocks one of six passes, and the head, which has PyTorch's GELU, none of five."""
+    few, many = (projection.projected("base", CARDS["a100"], batch) for batch in (256, 512))
+    assert (few["keep_gelu"], many["keep_gelu"]) == (True, False)
+    blocks, head = (12 * 435 + 3 * 512 + 77) * 3072, 77 * 768
+    spared = many["ms"]["gelu"][0] / (2 * few["ms"]["gelu"][0])
+    assert spared == pytest.approx((6 * blocks + 5 * head) / (5 * blocks + 5 * head), rel=1e-4)
+
+
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
 def test_our_attention_is_as_fast_as_flash_attention_2_but_for_what_is_counted_more(card: Card) -> None:
     def taken(bias: bool, dropout: bool, *kernels: str) -> float:
