@@ -18,7 +18,7 @@ def test_the_demo_learns_from_context_and_leaves_what_it_says(tmp_path: Path) ->
     assert main(["demo", "--out", str(out)]) == 0
     report = out / "run" / "report"
     summary = json.loads((report / "summary.json").read_text())
-    assert summary["unigram_nats"] - summary["val_loss"] >= 2.0  # about 3.1 where it was tried
+    assert summary["unigram_nats"] - summary["val_loss"] >= 2.0  # about 3.3 where it was tried
     assert all((report / name).stat().st_size > 0 for name in ("loss.png", "effective_rank.png", "effective_rank.json"))
     assert transformers.AutoModel.from_pretrained(out / "hf", local_files_only=True).config.model_type == "mpnet"
 

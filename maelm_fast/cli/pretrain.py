@@ -49,26 +49,30 @@ def main(argv: list[str]) -> int:
     from maelm_fast.training.job import pretrain
     from maelm_fast.training.rundir import RunDir
 
-    if (run := RunDir(options.out)).exists:  # it has the warm-up that it was started with, if not asked otherwise
-        before = run.read_config()[1].optim
-        if before.max_steps == config.optim.max_steps or config.optim.schedule == "trapezoid":
-            options, config = parsed(argv, before.warmup_steps)
+    if (run := RunDir(options.out)).exists:
+        record, before = run.read_config()
+        if record.preset == options.preset:
+            options, config = parsed(argv, before)
     initial = _initial(options.init_from) if options.init_from else None
     pretrain(replace(config, preset=options.preset), options.data, options.out, initial, several=True)
     return 0
 
 
-def parsed(argv: list[str], warmup: float | None = None) -> tuple[Options, RunConfig]:
-    """warmup: what optim.warmup_steps is if it is not given; None: the preset's share of the steps."""
+def parsed(argv: list[str], before: RunConfig | None = None) -> tuple[Options, RunConfig]:
+    """before: of a run that goes on, which has what it was started with where nothing else is asked for: the preset may
+    have been another then."""
     help_only = bool({"-h", "--help", "--help-all"} & {*argv})
     if not help_only and (not argv or argv[0].startswith("-")):
         raise UserError(f"name a preset first: maelm-fast pretrain PRESET ...; there are: {', '.join(presets.names())}")
     preset = presets.get("base" if argv[0].startswith("-") else argv[0])
+    warmup: float = preset.optim.warmup_steps / preset.optim.max_steps
+    if before is not None:
+        model, warmup = replace(before.model, vocab_size=preset.model.vocab_size), before.optim.warmup_steps
+        preset = replace(preset, model=model, masking=before.masking, optim=before.optim, seed=before.seed)
     change: dict[str, dict[str, Any]] = {name: {"default": value} for name, value in _leaves(to_dict(preset))}
     for name, alias in ALIASES.items():
         change[name]["aliases"] = (alias,)
-    optim = preset.optim
-    change["optim.warmup_steps"]["default"] = optim.warmup_steps / optim.max_steps if warmup is None else warmup
+    change["optim.warmup_steps"]["default"] = warmup
     options: tuple[Options, RunConfig] = parse(
         "pretrain", argv, Options, RunConfig, examples=EXAMPLES, main=MAIN, change=change, config_files=True
     )

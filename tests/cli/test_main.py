@@ -18,6 +18,7 @@ from maelm_fast.cli.common import parse
 from maelm_fast.cli.main import COMMANDS, Stderr, main
 from maelm_fast.cli.pretrain import parsed
 from maelm_fast.stop import Stopped
+from maelm_fast.training.rundir import RunDir
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -170,6 +171,25 @@ def test_a_run_goes_on_with_the_warm_up_that_it_was_started_with(
     assert "already finished" in capsys.readouterr().out
     assert main([*command, "--warmup", "1"]) == 2
     assert "was started with optim.warmup_steps=2" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_with_what_it_was_started_with_and_not_with_todays_preset(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may be another in a newer version, as may what was asked for at its start; but it is not turned into what
+    is asked for now."""
+    command = ["pretrain", "tiny", "--data", str(store), "--out", str(tmp_path / "run")]
+    assert main([*command, "--steps", "3", "--seed", "5", "--masking.rate", "0.3", "--model.num-layers", "1"]) == 0
+    started = RunDir(tmp_path / "run").read_config()[1]
+    changed = presets.change(presets.get("tiny"), masking={"rate": 0.5}, optim={"lr": 9e-3}, model={"ffn_size": 256})
+    monkeypatch.setitem(presets._PRESETS, "tiny", lambda: changed)
+    assert main(command) == 0
+    assert "already finished (max_steps) at step 3" in capsys.readouterr().out
+    assert RunDir(tmp_path / "run").read_config()[1] == started
+    assert main([*command, "--lr", "9e-3"]) == 2
+    assert "was started with optim.lr=0.001; use the same" in capsys.readouterr().err
+    assert main(["pretrain", "tiny_cross", *command[2:]]) == 2
+    assert "was started with " in capsys.readouterr().err
 
 
 def test_what_is_logged_goes_to_the_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
