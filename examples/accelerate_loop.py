@@ -43,7 +43,6 @@ def main(path: str) -> list[float]:
         schedule.step()
         optimizer.zero_grad()
         losses.append(accelerator.reduce(loss, "sum").item())
-    accelerator.end_training()
     return losses
 
 

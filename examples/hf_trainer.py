@@ -44,7 +44,6 @@ def main(path: str) -> list[float]:
         callbacks=[collator.callback()],  # tells the collator the epoch where rows do not; refuses what cuts batches
     )
     trainer.train()
-    trainer.accelerator.end_training()  # several processes take leave of each other; on a CPU, else, one may abort at its end
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
