@@ -66,5 +66,5 @@ if __name__ == "__main__":
         weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
         torch.save({"losses": losses(trainer), "weights": weights}, Path(out) / "result.pt")
     sys.stdout.flush()
-    # At Python's own end a thread of gloo that lets go of its last tensor only then aborts the process: 4 launches of 25.
+    # At Python's own end a thread of gloo that still holds a tensor aborts the process: in 4 launches of 25.
     os._exit(0)
