@@ -32,6 +32,8 @@ _LATER = (
     ("optim", "muon_momentum"),
     ("optim", "schedule"),
     ("optim", "cooldown_steps"),
+    ("optim", "lr_end"),
+    ("optim", "average"),
 )
 """Fields that came when there were runs already: at their defaults they are no part of a cell's hash."""
 
