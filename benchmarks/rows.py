@@ -112,10 +112,7 @@ def read(root: Path) -> Results:
         if format_ is None:
             unused.append(f"{name}: not used, its name begins with none of {', '.join(known)}")
         elif format_ == "train_step":
-            found, old = read_cases(path, name)
-            cases += found
-            if old:
-                unused.append(f"{name}: {old} rows of an older format ignored")
+            cases += read_cases(path, name)
         else:
             others.setdefault(format_, []).extend(read_rows(path, name, format_))
     newest = {case.setting: case for case in sorted(cases, key=lambda case: (case.compared, when(case.shared)))}
@@ -131,20 +128,16 @@ def read_rows(path: Path, name: str, format_: str) -> Iterator[Row]:
             yield row
 
 
-def read_cases(path: Path, name: str) -> tuple[list[Case], int]:
-    """And how many rows of the older format, with a ratio_to_hf, there were."""
+def read_cases(path: Path, name: str) -> list[Case]:
+    """Those of which something was timed."""
     cases: dict[tuple[Any, ...], Case] = {}
-    old = 0
     for where, row in read_lines(path, name):
-        if "ratio_to_hf" in row:
-            old += 1
-            continue
         check(row, [*SETTING, "model", "skipped", "dropout", "bias"], where)
         case = cases.setdefault((row["date"], *(row[f] for f in SETTING)), Case())
         if row["model"] in case.rows and case.rows[row["model"]].get("rounds") == row.get("rounds"):
             raise UserError(f"{where}: a second row of {row['model']} in the run of {row['date']}; remove one")
         case.rows[row["model"]] = row
-    return [case for case in cases.values() if case.timed], old
+    return [case for case in cases.values() if case.timed]
 
 
 def read_lines(path: Path, name: str) -> Iterator[tuple[str, Row]]:

@@ -112,6 +112,9 @@ def test_settings_that_do_not_fit_are_one_line(store: Path, tmp_path: Path) -> N
     for steps in (-1, STEPS + 1):
         with pytest.raises(UserError, match=rf"max_steps={steps}\) stops elsewhere: give both the same"):
             trainer(tmp_path, max_steps=steps, max_epochs=1, accumulate_grad_batches=2).fit(of, data)
+    averaged = MaeLmModule(of.model, replace(of.optim, average=0.9))
+    with pytest.raises(UserError, match=r"set optim\.average=0"):
+        trainer(tmp_path, accumulate_grad_batches=2).fit(averaged, data)
     with pytest.raises(UserError, match="give the data to a Trainer"):
         MaeLmDataModule(store, config(8)).train_dataloader()
 
