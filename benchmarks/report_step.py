@@ -119,8 +119,8 @@ def is_quiet(row: Row) -> bool:
 
 
 def headline_tables(cases: Sequence[Case]) -> Iterator[Table]:
-    """Of each GPU and of one CPU the newest quiet case with the paper's dropout and bias, in bf16 if there is one (where
-    peers are fastest too), and the one alike without both, if that was quiet too."""
+    """Of each GPU and of one CPU the newest quiet case with the paper's dropout and bias, and the one alike without
+    both, if that was quiet too; in bf16 if there is one, in which peers are fastest as well."""
     settings = {case.setting: case for case in cases}
     newest: dict[str, Case] = {}
     for case in sorted(cases, key=lambda case: (case.shared["precision"] == "bf16", when(case.shared))):
