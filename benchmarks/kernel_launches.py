@@ -140,7 +140,7 @@ def attention_calls(kernels: Any, tiles: str, dims: Sequence[int], dtypes: Seque
             out, lse = kernels.attention_fwd(q, k, v, line, reach, packed, *numbers)
             gradients = empty(ROWS, 3, HEADS, dim, dtype=dtype).unbind(1)
             inputs = (out, None, q, k, v, out, lse, line, reach, kind == " bias", packed)
-            kernels.attention_bwd(*inputs, *numbers, gradients=gradients, summed=dim <= SUMMED_DIM)
+            kernels.attention_bwd(*inputs, *numbers, gradients=gradients, summed=dim <= SUMMED_DIM and not window)
 
 
 OPS: dict[str, Callable[[Any], Calls]] = {

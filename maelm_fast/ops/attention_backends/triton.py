@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 LOG2E = 1.4426950408889634
 SUMMED_DIM = 64
-"""Head dim up to which the kernels sum their gradients' rows: for wider ones ptxas would spill."""
+"""Head dim up to which the kernels sum their gradients' rows: for wider ones ptxas would spill, as with a window."""
 
 
 def why_not(call: Call) -> list[str]:
@@ -194,7 +194,8 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     scale, dropout_p, place, bounded = ctx.numbers
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     wanted = line is not None and ctx.needs_input_grad[3]
-    summed = grad_lse is None and q.shape[-1] <= SUMMED_DIM and not torch.compiler.is_compiling()
+    narrow = q.shape[-1] <= SUMMED_DIM and not bounded
+    summed = narrow and grad_lse is None and not torch.compiler.is_compiling()
     numbers = (scale, dropout_p, seed, place, bounded, stacked_of(q, k, v), summed)
     gradients, grad_line, sums = torch.ops.maelm_fast.attention_triton_bwd(
         grad_out, grad_lse, q, k, v, out, lse, line, lookup, wanted, *layout, *numbers
