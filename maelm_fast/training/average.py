@@ -28,7 +28,10 @@ class Average:
         """Takes in the weights. updates: how many are done; while they are few, the average is over the last third of
         them or so, and not over what the run began with. The host waits for nothing."""
         if self.parameters:
-            others = [part_of(self.state[p].setdefault("other", p.detach().clone())) for p in self.parameters]
+            for parameter in self.parameters:
+                if "other" not in self.state[parameter]:
+                    self.state[parameter]["other"] = parameter.detach().clone()
+            others = [part_of(self.state[p]["other"]) for p in self.parameters]
             share = 1 - min(self.decay, updates / (updates + 3))
             torch._foreach_lerp_(others, [part_of(p.detach()) for p in self.parameters], share)
 
