@@ -2,12 +2,13 @@
 //
 // Linux gives large pages to memory that asks for them, which the C library's heap does not: a piece of it that a step
 // adds is a mapping of its own. So the heap grows once, by as much as a run may need, and asks for all of it. What is not
-// touched takes no memory.
+// touched takes no memory, unless the system promises none that it has not (vm.overcommit_memory 2): there it stays small.
 
 #include "memory.h"
 
 #include <cstdint>
 #include <cstdlib>
+#include <fstream>
 
 #if defined(__GLIBC__)
 #include <malloc.h>
@@ -20,7 +21,14 @@ namespace maelm {
 #if defined(__GLIBC__)
 namespace {
 
+bool takes_what_is_not_touched() {
+  std::ifstream file("/proc/sys/vm/overcommit_memory");
+  int mode = 0;
+  return file >> mode && mode == 2;
+}
+
 void grow_with_large_pages() {
+  if (takes_what_is_not_touched()) return;
   constexpr uintptr_t kLargePage = 2 << 20;
   const long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
   if (pages <= 0 || page <= 0) return;
