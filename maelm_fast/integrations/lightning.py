@@ -51,7 +51,7 @@ class MaeLmModule(LightningModule):
         steps = self.optim.max_steps
         require(
             0 < self.trainer.max_steps <= steps,
-            f"the learning rate falls to 0 at optim.max_steps {steps}, but Trainer(max_steps={self.trainer.max_steps}) "
+            f"the learning rate falls until optim.max_steps {steps}, but Trainer(max_steps={self.trainer.max_steps}) "
             "stops elsewhere: give both the same",
         )
         require(
